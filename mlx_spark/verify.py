@@ -7,6 +7,7 @@ __all__ = ['Sampling', 'target_probs', 'sample_from', 'Verdict', 'verify_exact',
            'verify_sampled', 'cut_at_stop']
 
 # %% ../nbs/10_verify.ipynb #d657627d
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,175 +16,178 @@ import mlx.core as mx
 # %% ../nbs/10_verify.ipynb #b3dc275f
 @dataclass(frozen=True)
 class Sampling:
-    "How the target picks a token: the arguments, and the law, of `mlx_lm.sample_utils.make_sampler`."
+    "How a token is picked: arguments and law of `mlx_lm.sample_utils.make_sampler`."
     temp: float = 0.0           # temperature; below 1e-5 the largest logit wins
-    top_p: float = 0.0          # nucleus mass; 0 and 1 are off
-    top_k: int = 0              # tokens kept; 0 is off
+    top_p: float = 0.0          # probability mass of the nucleus; 0 and 1 are off
+    top_k: int = 0              # tokens kept; 0, or more than there are, is off
     min_p: float = 0.0          # least probability, as a fraction of the largest; 0 is off
     min_tokens_to_keep: int = 1 # tokens that `min_p` always leaves
 
     def __post_init__(self):
-        if not self.temp >= 0: raise ValueError(f"temp must be >= 0, got {self.temp}")
+        if not 0 <= self.temp < math.inf: raise ValueError(f"temp must be finite and >= 0, got {self.temp}")
         for name in ("top_p", "min_p"):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
         for name, least in (("top_k", 0), ("min_tokens_to_keep", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least: raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+            n = getattr(self, name)
+            if not isinstance(n, int) or n < least: raise ValueError(f"{name} must be an integer >= {least}, got {n!r}")
 
     @property
     def greedy(self) -> bool: return self.temp < 1e-5
 
-# %% ../nbs/10_verify.ipynb #6c213e6e
+# %% ../nbs/10_verify.ipynb #96200e02
 def _filter(
-    logprobs: mx.array, # (..., K) float32: all tokens, or the `top_k` best of them
+    logprobs: mx.array, # (..., K) float32, of all tokens or of the best K
     s: Sampling,
-) -> mx.array:          # (..., K) the same with excluded tokens at -inf
-    "Top-p, then min-p, both on log-probabilities at temperature 1."
+) -> mx.array:          # (..., K), -inf where a token is excluded
+    "Top-p, then min-p, on normalised log-probabilities at temperature 1."
     if 0 < s.top_p < 1:
         ordered = mx.sort(logprobs, axis=-1)
         mass_above = mx.cumsum(mx.exp(ordered), axis=-1, reverse=True, inclusive=False)
         n_dropped = (mass_above >= s.top_p).sum(axis=-1, keepdims=True)
         logprobs = mx.where(logprobs < mx.take_along_axis(ordered, n_dropped, axis=-1), -mx.inf, logprobs)
     if s.min_p > 0 and s.min_tokens_to_keep < logprobs.shape[-1]:
-        least = logprobs.max(axis=-1, keepdims=True) + mx.log(mx.array(s.min_p))
+        least = logprobs.max(axis=-1, keepdims=True) + math.log(s.min_p)
         if s.min_tokens_to_keep > 1:
-            nth_best = -mx.partition(-logprobs, kth=s.min_tokens_to_keep - 1, axis=-1)
-            least = mx.minimum(least, nth_best[..., s.min_tokens_to_keep - 1, None])
+            best = -mx.partition(-logprobs, kth=s.min_tokens_to_keep - 1, axis=-1)
+            least = mx.minimum(least, best[..., s.min_tokens_to_keep - 1, None])
         logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
     return logprobs
 
-# %% ../nbs/10_verify.ipynb #a291875b
-def target_probs(
-    logits: mx.array, # (..., V) any float dtype
-    sampling: Sampling,
-) -> mx.array:        # (..., V) float32, rows sum to 1
-    "The law that `sampling` draws from; used for the target and for the drafter alike."
-    logits = logits.astype(mx.float32)
-    if sampling.greedy: return _one_hot(mx.argmax(logits, axis=-1), logits.shape[-1])
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    if not 0 < sampling.top_k < logits.shape[-1]: return mx.softmax(_filter(logprobs, sampling) / sampling.temp, axis=-1)
-    best = mx.argpartition(-logprobs, kth=sampling.top_k - 1, axis=-1)[..., :sampling.top_k]
-    probs = mx.softmax(_filter(mx.take_along_axis(logprobs, best, axis=-1), sampling) / sampling.temp, axis=-1)
-    return mx.put_along_axis(mx.zeros_like(logprobs), best, probs, axis=-1)
-
-def _one_hot(tokens: mx.array, vocab_size: int) -> mx.array:
-    return (tokens[..., None] == mx.arange(vocab_size)).astype(mx.float32)
-
-# %% ../nbs/10_verify.ipynb #96200e02
-def sample_from(
-    p: mx.array,                 # (..., V) probabilities, not necessarily normalised
-    key: mx.array | None = None, # random key; None uses MLX's global state
-    *,
-    u: mx.array | None = None,   # (...) uniforms in [0, 1) to replay by inverse CDF, instead of `key`
-) -> mx.array:                   # (...) uint32 token ids
-    "One token from each row: by Gumbel-max, or with a recorded uniform the first token whose cumulative mass exceeds it."
-    if u is None: return mx.random.categorical(mx.log(p), key=key).astype(mx.uint32)
-    cdf = mx.cumsum(p, axis=-1)
-    total = cdf[..., -1:]
-    token = mx.minimum((cdf <= u[..., None] * total).sum(axis=-1), (cdf < total).sum(axis=-1))
-    return token.astype(mx.uint32)
-
 # %% ../nbs/10_verify.ipynb #de0b4081
-class Verdict(NamedTuple):
-    "What one verify pass decided, as lazy arrays; a round commits `n_accepted` drafts and then `next_token`."
-    n_accepted: mx.array # (B,) int32: drafted tokens kept, 0..n
-    next_token: mx.array # (B,) uint32: correction or bonus token, the anchor of the next round
+def target_probs(
+    logits: mx.array,   # (..., V), any float dtype
+    sampling: Sampling,
+) -> mx.array:          # (..., V) float32, each row sums to 1
+    "The law that a token is drawn from; a drafter that samples must use the same function."
+    logits, V = logits.astype(mx.float32), logits.shape[-1]
+    if logits.size == 0: return logits
+    if sampling.greedy: return (mx.argmax(logits, axis=-1, keepdims=True) == mx.arange(V)).astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    if not 0 < sampling.top_k < V: return mx.softmax(_filter(logprobs, sampling) / sampling.temp, axis=-1)
+    best = mx.argpartition(-logprobs, kth=sampling.top_k - 1, axis=-1)[..., :sampling.top_k]
+    shortlist = _filter(mx.take_along_axis(logprobs, best, axis=-1), sampling)
+    return mx.put_along_axis(mx.zeros_like(logprobs), best, mx.softmax(shortlist / sampling.temp, axis=-1), axis=-1)
 
-def _check(draft: mx.array, rows: mx.array, name: str):
+# %% ../nbs/10_verify.ipynb #db16df6a
+def sample_from(
+    p: mx.array,                 # (..., V) probabilities; need not be normalised
+    key: mx.array | None = None, # random key; None: MLX's global state
+    *,
+    u: mx.array | None = None,   # (...) uniforms in [0, 1), used instead of `key`
+) -> mx.array:                   # (...) uint32 token ids
+    "One token for each row; with `u`, the first whose cumulative normalised probability exceeds it."
+    if u is None: return mx.random.categorical(mx.log(p), key=key).astype(mx.uint32)
+    mass = mx.cumsum(p, axis=-1)
+    total = mass[..., -1:]
+    below, last = (mass <= u[..., None] * total).sum(axis=-1), (mass < total).sum(axis=-1)
+    return mx.minimum(below, last).astype(mx.uint32)
+
+# %% ../nbs/10_verify.ipynb #e82e09b6
+class Verdict(NamedTuple):
+    "What one verify pass decided, not yet computed; a round commits `n_accepted` drafts, then `next_token`."
+    n_accepted: mx.array # (B,) int32: drafts kept, 0..n
+    next_token: mx.array # (B,) uint32: the target's own token, anchor of the next round
+
+def _check(draft: mx.array, rows: mx.array, name: str) -> None:
+    "Refuse target rows that don't belong to the draft."
     if draft.ndim != 2: raise ValueError(f"draft must be (B, n), got {draft.shape}")
     B, n = draft.shape
-    if rows.shape[:2] != (B, n + 1): raise ValueError(f"{name} must start with (B, n + 1) = {(B, n + 1)} for a draft of {(B, n)}, got {rows.shape}")
+    if rows.shape[:2] != (B, n + 1): raise ValueError(f"draft {draft.shape} wants {name} with n + 1 rows, {(B, n + 1)}, got {rows.shape}")
 
-def _leading_run(
-    accepted: mx.array,                         # (B, n) bool
-    lengths: mx.array | list[int] | None = None,# (B,) proposals per row; None: all n
-) -> mx.array:                                  # (B,) int32
-    "Number of accepts before the first rejection."
-    if lengths is not None: accepted &= mx.arange(accepted.shape[1]) < mx.array(lengths)[:, None]
+def _lengths(lengths: mx.array | list[int] | None, draft: mx.array) -> mx.array: # -> (B,) or ()
+    "Drafts that count in each row, never more than there are."
+    if lengths is None: return mx.array(draft.shape[1])
+    if len(lengths) != len(draft): raise ValueError(f"lengths must have one entry for each of {len(draft)} rows, got {len(lengths)}")
+    return mx.minimum(mx.array(lengths), draft.shape[1])
+
+def _leading_run(accepted: mx.array, lengths: mx.array) -> mx.array: # (B, n) bool -> (B,) int32
+    "Accepts before the first rejection."
+    accepted = accepted & (mx.arange(accepted.shape[1]) < lengths[..., None])
     return mx.cumprod(accepted.astype(mx.int32), axis=1).sum(axis=1)
 
-# %% ../nbs/10_verify.ipynb #fde375ca
+# %% ../nbs/10_verify.ipynb #58cbf6e6
 def verify_exact(
-    draft: mx.array,                             # (B, n) drafted tokens, n >= 0
-    sampled: mx.array,                           # (B, n+1) token picked from each target row, by whatever sampler
+    draft: mx.array,                              # (B, n) drafted tokens, n >= 0
+    sampled: mx.array,                            # (B, n+1) token picked from each target row, by any sampler
     *,
-    lengths: mx.array | list[int] | None = None, # (B,) proposals per row; None: all n
+    lengths: mx.array | list[int] | None = None,  # (B,) drafts that count in each row; None: all n
 ) -> Verdict:
-    "Keep drafts while they are the very tokens the target picked; then its own token."
+    "Keep drafts while they are the tokens the target picked; then its own pick."
     _check(draft, sampled, "sampled")
-    n_accepted = _leading_run(draft == sampled[:, :-1], lengths)
+    n_accepted = _leading_run(draft == sampled[:, :-1], _lengths(lengths, draft))
     return Verdict(n_accepted, mx.take_along_axis(sampled, n_accepted[:, None], axis=1)[:, 0].astype(mx.uint32))
 
 def verify_greedy(
-    draft: mx.array,                             # (B, n) drafted tokens, n >= 0
-    target_logits: mx.array,                     # (B, n+1, V) row i follows the anchor and i drafts
+    draft: mx.array,                              # (B, n) drafted tokens, n >= 0
+    target_logits: mx.array,                      # (B, n+1, V), any float dtype
     *,
-    lengths: mx.array | list[int] | None = None, # (B,) proposals per row; None: all n
+    lengths: mx.array | list[int] | None = None,  # (B,) drafts that count in each row; None: all n
 ) -> Verdict:
-    "Keep drafts while they equal the target's argmax; then the argmax itself. No softmax is computed."
+    "Keep drafts while they are the target's argmax; then its argmax. No softmax is computed."
     _check(draft, target_logits, "target_logits")
     return verify_exact(draft, mx.argmax(target_logits, axis=-1), lengths=lengths)
 
-# %% ../nbs/10_verify.ipynb #1541a11a
+# %% ../nbs/10_verify.ipynb #829e9b05
 def accept_prob(
     draft: mx.array,          # (B, n) drafted tokens
-    p_draft: mx.array | None, # (B, n, V) law each was drawn from; None: a drafter that was certain of each
+    p_draft: mx.array | None, # (B, n, V) law each was drawn from; None: each was certain
     p_target: mx.array,       # (B, n+1, V)
-) -> mx.array:                # (B, n) probability that each is kept, given that those before it were
-    "min(1, p/q) at the drafted tokens, q at least 1e-8 (section 8)."
-    at_draft = lambda probs: mx.take_along_axis(probs, draft[..., None], axis=-1)[..., 0]
+) -> mx.array:                # (B, n) float32
+    "min(1, p/q) at the drafted tokens: the chance of each to be kept, given that those before it are (section 8)."
+    def at_draft(probs): return mx.take_along_axis(probs, draft[..., None], axis=-1)[..., 0]
     p = at_draft(p_target[:, :-1])
     return mx.minimum(1, p if p_draft is None else p / mx.maximum(at_draft(p_draft), 1e-8))
 
 def residual(
-    p: mx.array, # (..., V) target law
-    q: mx.array, # (..., V) draft law; zeros where nothing was rejected
-) -> mx.array:   # (..., V) what a rejected position draws from
-    "max(p - q, 0), normalised; p where nothing of it is left (mass <= 1e-8)."
+    p: mx.array, # (..., V) target's law
+    q: mx.array, # (..., V) drafter's law, or zeros
+) -> mx.array:   # (..., V)
+    "max(p - q, 0), normalised: what the drafter proposed too seldom; p itself where that is nothing (mass <= 1e-8)."
     left = mx.maximum(p - q, 0)
     mass = left.sum(axis=-1, keepdims=True)
     return mx.where(mass > 1e-8, left / mx.maximum(mass, 1e-8), p)
 
-# %% ../nbs/10_verify.ipynb #f469f25c
-def _final_law(draft: mx.array, p_draft: mx.array | None, p_target: mx.array, n_accepted: mx.array, lengths) -> mx.array:
-    "(B, V): the law of the token after `n_accepted` drafts."
+# %% ../nbs/10_verify.ipynb #6b914209
+def _next_law(
+    draft: mx.array, p_draft: mx.array | None, p_target: mx.array, n_accepted: mx.array,
+    lengths: mx.array, # (B,) or ()
+) -> mx.array:         # (B, V)
+    "The law of the token after the kept drafts."
     p = mx.take_along_axis(p_target, n_accepted[:, None, None], axis=1)[:, 0]
-    n = draft.shape[1]
-    if n == 0: return p
-    at = mx.minimum(n_accepted, n - 1)[:, None]
-    rejected = (n_accepted < (n if lengths is None else mx.minimum(mx.array(lengths), n)))[:, None]
-    if p_draft is None:
-        token = mx.take_along_axis(draft, at, axis=1)
-        left = mx.where(rejected, 0, mx.take_along_axis(p, token, axis=1))
-        return residual(mx.put_along_axis(p, token, left, axis=1), mx.zeros_like(p))
-    return residual(p, mx.where(rejected, mx.take_along_axis(p_draft, at[..., None], axis=1)[:, 0], 0))
+    if draft.shape[1] == 0: return p
+    at = mx.minimum(n_accepted, draft.shape[1] - 1)[:, None]
+    rejected = (n_accepted < lengths)[:, None]
+    if p_draft is not None: return residual(p, mx.where(rejected, mx.take_along_axis(p_draft, at[..., None], axis=1)[:, 0], 0))
+    token = mx.take_along_axis(draft, at, axis=1)
+    left = mx.put_along_axis(p, token, mx.array(0.0), axis=1)
+    return mx.where(rejected & (left.sum(axis=1, keepdims=True) > 1e-8), left, p)
 
-# %% ../nbs/10_verify.ipynb #d0d4b9cc
+# %% ../nbs/10_verify.ipynb #32a32011
 def verify_sampled(
-    draft: mx.array,                             # (B, n) drafted tokens, n >= 0
-    p_draft: mx.array | None,                    # (B, n, V) law each was drawn from; None: the draft is taken as certain
-    p_target: mx.array,                          # (B, n+1, V) float32
+    draft: mx.array,                              # (B, n) drafted tokens, n >= 0
+    p_draft: mx.array | None,                     # (B, n, V) law each was drawn from; None: each was certain
+    p_target: mx.array,                           # (B, n+1, V) float32
     *,
-    key: mx.array | None = None,                 # random key; None uses MLX's global state
-    accept_u: mx.array | None = None,            # (B, n) uniforms in [0, 1) to use for acceptance
-    final_u: mx.array | None = None,             # (B,) uniforms in [0, 1) to use for the next token
-    lengths: mx.array | list[int] | None = None, # (B,) proposals per row; None: all n
+    key: mx.array | None = None,                  # random key; None: MLX's global state
+    accept_u: mx.array | None = None,             # (B, n) uniforms in [0, 1) to accept by, instead of `key`
+    final_u: mx.array | None = None,              # (B,) uniforms in [0, 1) to draw the next token by, instead of `key`
+    lengths: mx.array | list[int] | None = None,  # (B,) drafts that count in each row; None: all n
 ) -> Verdict:
-    "Keep draft i while u < min(1, p/q); the next token comes from the residual, or from p when all were kept (section 8)."
+    "Keep drafts while u < min(1, p/q); then a token from the residual, or from p when all were kept (section 8)."
     _check(draft, p_target, "p_target")
     wanted = (*draft.shape, p_target.shape[-1])
     if p_draft is not None and p_draft.shape != wanted: raise ValueError(f"p_draft must be (B, n, V) = {wanted}, got {p_draft.shape}")
-    key_accept, key_final = mx.random.split(key) if key is not None else (None, None)
+    key_accept, key_next = (None, None) if key is None else mx.random.split(key)
     if accept_u is None: accept_u = mx.random.uniform(shape=draft.shape, key=key_accept)
+    lengths = _lengths(lengths, draft)
     n_accepted = _leading_run(accept_u < accept_prob(draft, p_draft, p_target), lengths)
-    law = _final_law(draft, p_draft, p_target, n_accepted, lengths)
-    return Verdict(n_accepted, sample_from(law, key_final, u=final_u))
+    return Verdict(n_accepted, sample_from(_next_law(draft, p_draft, p_target, n_accepted, lengths), key_next, u=final_u))
 
-# %% ../nbs/10_verify.ipynb #db16df6a
+# %% ../nbs/10_verify.ipynb #b6edd164
 def cut_at_stop(
-    tokens: list[int], # committed tokens of one row, in order
-    stop_ids,          # ids that end a generation
-) -> tuple[list[int], bool]: # tokens up to and including the first stop token, and whether there was one
-    "Drop what follows the first stop token; the drafts behind it were accepted but are never committed."
+    tokens: list[int],       # committed tokens of one row, in order
+    stop_ids,                # ids that end a generation, a set or any container
+) -> tuple[list[int], bool]: # tokens up to and including the first stop token; whether there was one
+    "Drop what stands behind the first stop token."
     at = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
     return (list(tokens), False) if at is None else (list(tokens[:at + 1]), True)

@@ -38,7 +38,7 @@ def listen(
     after: Callable | None = None,  # called as after(module, output) once it is done
 ) -> Callable:                      # call it to stop listening
     "Report every call of `module` without touching what it computes."
-    if not isinstance(module, nn.Module): raise TypeError(f"can listen to an nn.Module only, got {type(module).__name__}")
+    if not issubclass(type(module), nn.Module): raise TypeError(f"can listen to an nn.Module only, got {type(module).__name__}")
     if "_listeners" not in vars(module):
         object.__setattr__(module, "_listeners", [])
         module.__class__ = _listening_class(type(module))
@@ -105,24 +105,28 @@ class Taps:
     def __init__(self, model: nn.Module, tap_layers, *, final_norm: bool = False):
         p = parts(model)
         self.tap_layers, self.final_norm = check_tap_layers(tap_layers, len(p.layers)), final_norm
-        self._parts, self._seen, self._stops = p, {}, []
+        self._decoder, self._seen, self._stops = p.decoder, {}, []
 
     def install(self) -> "Taps":
         "Start listening; refused when this model is tapped already."
-        decoder = self._parts.decoder
+        decoder = self._decoder
         if "_taps" in vars(decoder):
             raise RuntimeError(f"this model is already tapped at {decoder._taps.tap_layers}: remove those taps first")
         object.__setattr__(decoder, "_taps", self)
-        layers = self._parts.layers
-        if self.tap_layers or self.final_norm: self._stops.append(listen(layers[0], before=self._begin))
-        self._stops += [listen(layers[i], after=self._keep(i)) for i in self.tap_layers if i >= 0]
-        if self.final_norm: self._stops.append(listen(decoder.norm, after=self._keep("final norm")))
+        ears = [(decoder.layers[0], {"before": self._begin})] if self.tap_layers or self.final_norm else []
+        ears += [(decoder.layers[i], {"after": self._keep(i)}) for i in self.tap_layers if i >= 0]
+        if self.final_norm: ears.append((decoder.norm, {"after": self._keep("final norm")}))
+        try:
+            for module, ear in ears: self._stops.append(listen(module, **ear))
+        except TypeError:
+            self.remove()
+            raise
         return self
 
     def remove(self) -> None:
         "Stop listening: the model is what it was, object for object. Harmless when done twice."
         while self._stops: self._stops.pop()()
-        if vars(self._parts.decoder).get("_taps") is self: object.__delattr__(self._parts.decoder, "_taps")
+        if vars(self._decoder).get("_taps") is self: object.__delattr__(self._decoder, "_taps")
 
     def __enter__(self): return self.install()
     def __exit__(self, *exc): self.remove()

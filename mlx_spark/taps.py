@@ -95,27 +95,44 @@ def _hand_over(seen: dict, names, rows) -> mx.array:
     return joined
 
 # %% ../nbs/03_taps.ipynb #7920fdff
-class Taps:
-    """Context manager that keeps the tapped hidden states of the last forward pass of `model`.
-
-    with Taps(model, (0, 2)) as taps:
-        logits = model(tokens, cache)
-        features = taps.take(slice(0, n))   # (B, n, 2*D)
-    """
+class _LastPass:
+    "The tapped states of the last forward pass of a model."
     def __init__(self, model: nn.Module, tap_layers, *, final_norm: bool = False):
         p = parts(model)
         self.tap_layers, self.final_norm = check_tap_layers(tap_layers, len(p.layers)), final_norm
         self._decoder, self._seen, self._stops = p.decoder, {}, []
 
+    def _begin(self, layer, args, kwargs):
+        self._seen = {-1: (args or tuple(kwargs.values()))[0][...]} if -1 in self.tap_layers else {}
+
+    def _keep(self, name):
+        def after(layer, out): self._seen[name] = (out[0] if isinstance(out, tuple) else out)[...]
+        return after
+
+    def take(self, rows=None) -> mx.array | None:
+        "Taps (B, rows, n_taps*D) in the order of `tap_layers`, and forget them; None when there are none to take."
+        return _hand_over(self._seen, self.tap_layers, rows) if self.tap_layers else None
+
+    def take_final(self, rows=None) -> mx.array:
+        "Hidden states (B, rows, D) after the final norm, and forget them."
+        if not self.final_norm: raise RuntimeError("these taps were made without final_norm=True")
+        return _hand_over(self._seen, ("final norm",), rows)
+
+# %% ../nbs/03_taps.ipynb #17446103
+class Taps(_LastPass):
+    """Keep the tapped hidden states of each forward pass of `model`: `with Taps(model, (0, 2)) as taps`.
+
+    Ids strictly increasing, each -1 (embedding output) or 0..L-1; `final_norm=True` also keeps what the head sees.
+    """
     def install(self) -> "Taps":
         "Start listening; refused when this model is tapped already."
-        decoder = self._decoder
-        if "_taps" in vars(decoder):
-            raise RuntimeError(f"this model is already tapped at {decoder._taps.tap_layers}: remove those taps first")
-        object.__setattr__(decoder, "_taps", self)
-        ears = [(decoder.layers[0], {"before": self._begin})] if self.tap_layers or self.final_norm else []
-        ears += [(decoder.layers[i], {"after": self._keep(i)}) for i in self.tap_layers if i >= 0]
-        if self.final_norm: ears.append((decoder.norm, {"after": self._keep("final norm")}))
+        if "_taps" in vars(self._decoder):
+            raise RuntimeError(f"this model is already tapped at {self._decoder._taps.tap_layers}: remove those taps first")
+        layers, norm = self._decoder.layers, self._decoder.norm
+        ears = [(layers[0], {"before": self._begin})] if self.tap_layers or self.final_norm else []
+        ears += [(layers[i], {"after": self._keep(i)}) for i in self.tap_layers if i >= 0]
+        if self.final_norm: ears.append((norm, {"after": self._keep("final norm")}))
+        object.__setattr__(self._decoder, "_taps", self)
         try:
             for module, ear in ears: self._stops.append(listen(module, **ear))
         except TypeError:
@@ -130,19 +147,3 @@ class Taps:
 
     def __enter__(self): return self.install()
     def __exit__(self, *exc): self.remove()
-
-    def _begin(self, layer, args, kwargs):
-        self._seen = {-1: (args or tuple(kwargs.values()))[0][...]} if -1 in self.tap_layers else {}
-
-    def _keep(self, name):
-        def after(layer, out): self._seen[name] = (out[0] if isinstance(out, tuple) else out)[...]
-        return after
-
-    def take(self, rows=None) -> mx.array | None:
-        "Taps (B, rows, n_taps*D) of the last forward pass, in the order of `tap_layers`; None when there are none."
-        return _hand_over(self._seen, self.tap_layers, rows) if self.tap_layers else None
-
-    def take_final(self, rows=None) -> mx.array:
-        "Hidden states (B, rows, D) of the last forward pass after the final norm."
-        if not self.final_norm: raise RuntimeError("these taps were made without final_norm=True")
-        return _hand_over(self._seen, ("final norm",), rows)

@@ -24,20 +24,28 @@ def _open_blas(name: str) -> bool:
     except OSError: return False
     return hasattr(lib, "cblas_sgemm")
 
+def _bind_bundled() -> None:
+    "Load the OpenBLAS builds inside other packages' wheels, privately, so that they are bound before ours is visible."
+    for folder in sys.path:
+        for file in Path(folder).glob("*.libs/*openblas*"): ctypes.CDLL(str(file))
+
 def _preload_blas(choice: str) -> str:
     "What was done about BLAS at import, in a word: the name of the library loaded, or why none was."
     if sys.platform != "linux": return "system"
     if choice == "off": return "off"
     if "mlx.core" in sys.modules: return "late"
+    _bind_bundled()
     if choice and not _open_blas(choice):
-        raise ImportError(f"MLX_SPARK_BLAS={choice!r} is no loadable library with cblas_sgemm; give a library's path, or off")
+        raise ImportError(f"MLX_SPARK_BLAS={choice!r} is no loadable library with cblas_sgemm; "
+                          "give a library's path, or off")
     return choice or next((name for name in OPENBLAS_NAMES if _open_blas(name)), "missing")
 
 _BLAS = _preload_blas(os.environ.get("MLX_SPARK_BLAS", ""))
 
 # %% ../nbs/00_init.ipynb #d7202850
 class _SymbolInfo(ctypes.Structure):
-    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
+    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p),
+                ("address", ctypes.c_void_p)]
 
 def blas_library() -> str | None:
     "File of the BLAS that MLX's CPU code calls on Linux; None when it is the one inside MLX's wheel."
@@ -60,8 +68,9 @@ INSTALL_BLAS = {
 def _system_kinds() -> list[str]:
     "This Linux and those it descends from, as os-release names them."
     release = Path("/etc/os-release")
-    lines = [line.split("=", 1) for line in release.read_text().splitlines() if "=" in line] if release.exists() else []
-    return " ".join(value.strip('"') for key, value in lines if key in ("ID", "ID_LIKE")).split()
+    lines = release.read_text().splitlines() if release.exists() else []
+    pairs = [line.split("=", 1) for line in lines if "=" in line]
+    return " ".join(value.strip('"') for key, value in pairs if key in ("ID", "ID_LIKE")).split()
 
 def blas_advice() -> str | None:
     "The one thing to do about a slow BLAS; None when it is a fast one already."

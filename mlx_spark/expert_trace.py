@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'PREFILL', 'DECODE', 'FORMAT_VERSION', 'REQUIRED_META', 'CSV_COLUMNS', 'NO_CALLS', 'TRACERS', 'PROMPTS',
-           'SHARES', 'HOT_SHARE_LIMIT', 'STABILITY_LIMIT', 'LINES', 'Trace', 'select', 'call_starts', 'read_meta',
-           'TraceWriter', 'read_trace', 'read_csv', 'write_csv', 'moe_modules', 'n_experts', 'expert_bytes',
-           'trace_meta', 'ExpertTrace', 'load_prompts', 'record_generation', 'add_trace_arguments', 'run_trace',
-           'activation_counts', 'coverage_curve', 'experts_for', 'entropy_bits', 'hot_set', 'jaccard', 'session_ids',
-           'routed_tokens', 'adjacent_overlap', 'union_size', 'window_jaccard', 'stability', 'cross_jaccard',
-           'measure_disk', 'held_out_coverage', 'analyze_layer', 'analyze_task', 'gate', 'cross_task', 'analyze',
-           'report', 'add_analyze_arguments', 'run_analyze', 'plot_coverage', 'plot_heat', 'plot_stability',
-           'plot_union', 'save_plots']
+           'SHARES', 'PARTS', 'MEANS', 'HOT_SHARE_LIMIT', 'STABILITY_LIMIT', 'LINES', 'Trace', 'select', 'call_starts',
+           'read_meta', 'TraceWriter', 'read_trace', 'read_csv', 'write_csv', 'moe_modules', 'n_experts',
+           'expert_bytes', 'trace_meta', 'ExpertTrace', 'load_prompts', 'record_generation', 'add_trace_arguments',
+           'run_trace', 'activation_counts', 'coverage_curve', 'experts_for', 'entropy_bits', 'hot_set', 'jaccard',
+           'session_ids', 'routed_tokens', 'adjacent_overlap', 'union_size', 'window_jaccard', 'stability',
+           'cross_jaccard', 'measure_disk', 'held_out_coverage', 'analyze_layer', 'summarize', 'analyze_task', 'gate',
+           'report', 'cross_task', 'analyze', 'add_analyze_arguments', 'run_analyze', 'plot_coverage', 'plot_heat',
+           'plot_stability', 'plot_union', 'save_plots']
 
 # %% ../nbs/20_expert_trace.ipynb #3a1e79bb
 import argparse
@@ -19,6 +19,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_lm.sample_utils import make_sampler
 
 from .core import emit_json, write_atomic
+from .plots import COLORS, use_style
 
 # %% ../nbs/20_expert_trace.ipynb #9c78ef62
 DTYPES = {"domain": np.int16, "phase": np.int8, "step": np.int32, "layer": np.int16, "token": np.int32,
@@ -100,7 +102,9 @@ def _check_meta(path, meta: dict, old: dict | None):
     missing = [k for k in REQUIRED_META if k not in meta]
     if missing: raise ValueError(f"trace meta lacks {missing}")
     differ = [k for k in REQUIRED_META if old and old[k] != meta[k]]
-    if differ: raise ValueError(f"{path} holds another trace: " + ", ".join(f"{k} {old[k]} there, {meta[k]} here" for k in differ))
+    if differ:
+        found = ", ".join(f"{k} {old[k]} there, {meta[k]} here" for k in differ)
+        raise ValueError(f"{path} holds another trace: {found}")
 
 def _chunk_bytes(columns: dict) -> bytes:
     buffer = BytesIO()
@@ -115,7 +119,8 @@ class TraceWriter:
         self.path.mkdir(parents=True, exist_ok=True)
         old = read_meta(self.path) if (self.path / "meta.json").exists() else None
         _check_meta(path, meta, old)
-        self.meta = old or {"created": datetime.now(timezone.utc).isoformat(timespec="seconds")} | meta | {"domains": []}
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.meta = old or meta | {"created": meta.get("created") or now, "domains": []}
         chunks = sorted(self.path.glob("[0-9]*.npz"))
         self.n_chunks = int(chunks[-1].stem) + 1 if chunks else 0
         self.next_step = int(np.load(chunks[-1])["step"].max()) + 1 if chunks else 0
@@ -159,7 +164,8 @@ def read_trace(
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"no trace at {path}")
     if path.name.endswith((".csv", ".csv.gz")): return read_csv(path, domain=domain)
-    if not (path / "meta.json").exists(): raise ValueError(f"{path} is neither a trace folder (meta.json) nor a .csv / .csv.gz file")
+    if not (path / "meta.json").exists():
+        raise ValueError(f"{path} is neither a trace folder (meta.json) nor a .csv(.gz) file")
     return _read_folder(path)
 
 # %% ../nbs/20_expert_trace.ipynb #8aafac2f
@@ -176,7 +182,7 @@ def _csv_header(lines: list) -> tuple: # facts, {layer: bytes}, {turn: domain}
     "What the `#` lines say."
     facts, layer_bytes, turns = {}, {}, {}
     for line in lines:
-        pairs = dict(p.split("=", 1) for p in line[1:].split() if "=" in p)
+        pairs = dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", line))
         if "expert_bytes" in pairs: layer_bytes[int(pairs["layer"])] = int(pairs["expert_bytes"])
         elif "domain" in pairs: turns[int(pairs["turn"])] = pairs["domain"]
         else: facts |= pairs
@@ -185,9 +191,11 @@ def _csv_header(lines: list) -> tuple: # facts, {layer: bytes}, {turn: domain}
 def _csv_meta(facts: dict, layer_bytes: dict, column: dict, name: str) -> dict:
     layers = sorted(layer_bytes or {int(l) for l in column["layer"]})
     n_experts = int(facts.get("n_expert", column["expert"].max(initial=-1) + 1))
-    return dict(model=facts.get("model", name), n_layers=int(facts.get("n_layer", max(layers, default=-1) + 1)), moe_layers=layers,
-                n_experts=[n_experts] * len(layers), top_k=int(facts.get("n_expert_used", 0)) or None,
-                expert_bytes=[layer_bytes.get(l, 0) for l in layers], created=None)
+    return dict(
+        model=facts.get("model", name), moe_layers=layers,
+        n_layers=int(facts.get("n_layer", max(layers, default=-1) + 1)),
+        n_experts=[n_experts] * len(layers), top_k=int(facts.get("n_expert_used", 0)) or None,
+        expert_bytes=[layer_bytes.get(l, 0) for l in layers], created=None)
 
 # %% ../nbs/20_expert_trace.ipynb #b199917e
 def read_csv(path, *, domain: str | None = None) -> Trace:
@@ -210,9 +218,9 @@ def read_csv(path, *, domain: str | None = None) -> Trace:
     meta = _csv_meta(facts, layer_bytes, column, path.name) | {"domains": list(dict.fromkeys(domains))}
     code = np.array([meta["domains"].index(d) for d in of_turn], DTYPES["domain"])
     step = column.get("call", _forward_passes(turn, column["phase"], column["step"], column["layer"]))
-    return Trace(meta, code[index], column["phase"], step, column["layer"], column["step"], column["expert"], column.get("weight"))
+    layer, token, expert = (column[n] for n in ("layer", "step", "expert"))
+    return Trace(meta, code[index], column["phase"], step, layer, token, expert, column.get("weight"))
 
-# %% ../nbs/20_expert_trace.ipynb #db436a06
 def write_csv(trace: Trace, path):
     "Export to the public CSV format (gzipped if the name ends in .gz), with one column more: `call`, the forward pass."
     path, m = Path(path), trace.meta
@@ -221,9 +229,10 @@ def write_csv(trace: Trace, path):
     slot = row - np.maximum.accumulate(np.where(_changes(trace.domain, trace.step, trace.layer, trace.token), row, 0))
     weight = np.zeros(len(trace)) if trace.weight is None else trace.weight
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as f:
-        f.write(f"# route_trace v1\n# model={m['model']} n_layer={m['n_layers']} n_expert={max(m['n_experts'])} n_expert_used={m['top_k']}\n")
-        for turn, name in enumerate(m["domains"]): f.write(f"# turn={turn} domain={name}\n")
-        for l, b in layer_bytes.items(): f.write(f"# layer={l} expert_bytes={b}\n")
+        f.write(f"# route_trace v1\n# model={m['model']} n_layer={m['n_layers']} ")
+        f.write(f"n_expert={max(m['n_experts'])} n_expert_used={m['top_k'] or 0}\n")
+        f.writelines(f"# turn={turn} domain={name}\n" for turn, name in enumerate(m["domains"]))
+        f.writelines(f"# layer={l} expert_bytes={b}\n" for l, b in layer_bytes.items())
         out = csv.writer(f, lineterminator="\n")
         out.writerow(CSV_COLUMNS + ["call"])
         columns = (trace.domain, trace.phase, trace.token, trace.layer, slot, trace.expert, weight, trace.step)
@@ -235,7 +244,7 @@ def _why_nothing(model) -> str:
     "Reason for finding no expert module."
     split = next((p for p, _ in model.named_modules() if ".experts." in p), None)
     kind = getattr(model, "model_type", type(model).__name__)
-    if split: return f"{kind} cannot be traced: its experts are separate modules ({split}), so no call sees all the ids of a token"
+    if split: return f"{kind} cannot be traced: its experts are separate modules ({split}), no call sees a token's ids"
     return f"{kind} has no MoE layer: no SwitchGLU or SwitchMLP among its modules"
 
 def moe_modules(model) -> dict: # decoder layer -> SwitchGLU or SwitchMLP, by layer
@@ -245,33 +254,34 @@ def moe_modules(model) -> dict: # decoder layer -> SwitchGLU or SwitchMLP, by la
         if not isinstance(module, (SwitchGLU, SwitchMLP)): continue
         layer = next((int(p) for p in path.split(".") if p.isdigit()), None)
         if layer is None: raise ValueError(f"no layer number in the module path {path!r}")
-        if layer in found: raise ValueError(f"layer {layer} has a second expert module at {path!r}; which one runs when is unknown")
+        if layer in found: raise ValueError(f"layer {layer} has a second expert module at {path!r}, wanted one a layer")
         if getattr(parents[path.rpartition(".")[0]], "zero_expert_num", 0):
             raise ValueError(f"{path}: zero-compute experts are passed on as expert 0, so its counts would be wrong")
         found[layer] = module
     if not found: raise ValueError(_why_nothing(model))
     return dict(sorted(found.items()))
 
-# %% ../nbs/20_expert_trace.ipynb #15575e3c
 def n_experts(switch) -> int:
     "Experts stacked in one module."
     return next(m.num_experts for _, m in switch.named_modules() if hasattr(m, "num_experts"))
 
 def expert_bytes(switch) -> int:
     "Bytes of one expert: its slice of every stacked tensor but the biases, which stay resident."
-    stacked = [v for k, v in tree_flatten(switch.parameters()) if v.shape[:1] == (n_experts(switch),) and not k.endswith(".bias")]
-    return sum(v.nbytes for v in stacked) // n_experts(switch)
+    E, tensors = n_experts(switch), tree_flatten(switch.parameters())
+    return sum(v.nbytes for k, v in tensors if v.shape[:1] == (E,) and not k.endswith(".bias")) // E
 
 def trace_meta(model, *, name: str | None = None) -> dict:
     "The header of a trace of this model; `top_k` is known once a token has been routed."
     modules = moe_modules(model)
-    return dict(model=name or getattr(model, "model_type", type(model).__name__), n_layers=len(model.layers), moe_layers=list(modules),
-                n_experts=[n_experts(m) for m in modules.values()], top_k=None,
-                expert_bytes=[expert_bytes(m) for m in modules.values()], created=None, domains=[])
+    return dict(
+        model=name or getattr(model, "model_type", type(model).__name__),
+        n_layers=len(model.layers), moe_layers=list(modules),
+        n_experts=[n_experts(m) for m in modules.values()], top_k=None,
+        expert_bytes=[expert_bytes(m) for m in modules.values()], created=None, domains=[])
 
 # %% ../nbs/20_expert_trace.ipynb #a3ff3187
 def _recording(cls, note):
-    "A subclass of `cls` that shows (module, x, ids) to `note`, then does what `cls` does unless `note` gave a stand-in."
+    "A subclass of `cls` that shows (module, x, ids) to `note` and does what `cls` does, unless given a stand-in."
     class Recording(cls):
         def __call__(self, x, indices, *args, **kwargs):
             stand_in = note(self, x, indices)
@@ -337,7 +347,7 @@ def _weighing(cls, hooks):
 
 # %% ../nbs/20_expert_trace.ipynb #5ce8e0c0
 class _Hooks:
-    "Installed on a model's expert modules, it notes the ids of every call in `pending`; removed, the model is as before."
+    "Installed on a model's expert modules, it notes the ids of every call in `pending`."
     def __init__(self, model, weights: bool):
         self.modules = moe_modules(model)
         self.layer_of = {id(m): layer for layer, m in self.modules.items()}
@@ -347,7 +357,7 @@ class _Hooks:
 
     def _note(self, switch, x, ids):
         if self.probe is not None: return _stand_in(switch, ids, self.probe, x.dtype)
-        if ids.ndim > 2 and ids.shape[0] != 1: raise ValueError(f"one sequence at a time, found a batch of {ids.shape[0]}")
+        if ids.ndim > 2 and len(ids) != 1: raise ValueError(f"one sequence at a time, found a batch of {len(ids)}")
         self.pending.append({"layer": self.layer_of[id(switch)], "ids": ids})
 
     def install(self):
@@ -363,8 +373,8 @@ class _Hooks:
     def __enter__(self): return self.install()
     def __exit__(self, *exc): self.remove()
 
-# %% ../nbs/20_expert_trace.ipynb #0025b76f
-NO_CALLS = "no router call since the last step: was another model run, or this one inside mx.compile, which calls no Python after its first pass?"
+NO_CALLS = ("no router call since the last step: was another model run, or this one inside mx.compile, "
+            "which calls no Python after its first pass?")
 TRACERS = "the forward pass runs inside mx.compile, so its ids have no values of their own; trace the model uncompiled"
 
 def _evaluate(calls: list, arrays: tuple):
@@ -375,7 +385,7 @@ def _evaluate(calls: list, arrays: tuple):
     if any(c["leak"].item() > 0 for c in calls if "leak" in c):
         raise ValueError("weights cannot be told in this model: its expert outputs are projected after they are summed")
 
-# %% ../nbs/20_expert_trace.ipynb #be061e69
+# %% ../nbs/20_expert_trace.ipynb #b0d33adc
 class ExpertTrace(_Hooks):
     """Records the routed experts of `model`, one sequence at a time, changing nothing that it computes.
 
@@ -391,11 +401,11 @@ class ExpertTrace(_Hooks):
         self.start()
 
     def start(self, domain: str = "default", *, n_prompt: int | None = None):
-        "Begin a session: positions count from 0; passes that begin below `n_prompt` are prefill (default: the first one)."
+        "Begin a session at position 0; passes that begin below `n_prompt` are prefill (default: the first one)."
         self.domain, self.n_prompt, self.position = domain, n_prompt, 0
 
     def step(self, *arrays, position: int | None = None):
-        "Evaluate `arrays` and the ids noted since the last step in one go, and keep the ids; `position` after a rewind."
+        "Evaluate `arrays` and the ids noted since the last step in one go; keep the ids. `position`: after a rewind."
         calls, self.pending = self.pending, []
         _evaluate(calls, arrays)
         self.meta["top_k"] = max(c["ids"].shape[-1] for c in calls)
@@ -404,7 +414,8 @@ class ExpertTrace(_Hooks):
         for forward in _split_passes(calls):
             columns, T = _pass_rows(forward, self.position)
             if self.n_prompt is None: self.n_prompt = self.position + T
-            fixed = dict(domain=self.meta["domains"].index(self.domain), phase=int(self.position >= self.n_prompt), step=self.n_steps)
+            phase = PREFILL if self.position < self.n_prompt else DECODE
+            fixed = dict(domain=self.meta["domains"].index(self.domain), phase=phase, step=self.n_steps)
             self.kept.append(columns | {k: np.full(len(columns["expert"]), v) for k, v in fixed.items()})
             self.position, self.n_steps = self.position + T, self.n_steps + 1
 
@@ -412,7 +423,8 @@ class ExpertTrace(_Hooks):
         "The rows kept since the last `take`."
         parts, self.kept = self.kept, []
         names = [n for n in DTYPES if n != "weight" or (parts and "weight" in parts[0])]
-        return Trace(self.meta | {"domains": list(self.meta["domains"])}, **{n: np.concatenate([p[n] for p in parts] or [np.zeros(0)]) for n in names})
+        columns = {n: np.concatenate([p[n] for p in parts] or [np.zeros(0)]) for n in names}
+        return Trace(self.meta | {"domains": list(self.meta["domains"])}, **columns)
 
 # %% ../nbs/20_expert_trace.ipynb #fe0fabe5
 PROMPTS = {
@@ -448,7 +460,7 @@ PROMPTS = {
 def load_prompts(domain: str, path=None) -> list: # of str
     "The prompts of a file (.jsonl with `prompt` or `text`, else one prompt a line), or the built-in set of that name."
     if path is None:
-        if domain not in PROMPTS: raise ValueError(f"no built-in prompts for {domain!r}, only {', '.join(PROMPTS)}; give a file")
+        if domain not in PROMPTS: raise ValueError(f"no built-in prompts for {domain!r}, only {', '.join(PROMPTS)}")
         return PROMPTS[domain]
     lines = [l for l in Path(path).read_text(encoding="utf-8").splitlines() if l.strip()]
     if str(path).endswith(".jsonl"):
@@ -483,11 +495,11 @@ def record_generation(
         if len(out) < max_tokens and out[-1] not in stop_ids: feed = [out[-1:]]
     return out
 
-# %% ../nbs/20_expert_trace.ipynb #2955b19b
+# %% ../nbs/20_expert_trace.ipynb #785f665e
 def add_trace_arguments(parser: argparse.ArgumentParser):
     "Arguments of `mlx_spark trace-experts`."
     parser.add_argument("--model", required=True, help="anything `load` takes, or tiny:<family>")
-    parser.add_argument("--domain", required=True, help="name of the task; coding, writing and chat have built-in prompts")
+    parser.add_argument("--domain", required=True, help="name of the task; coding, writing and chat have prompts")
     parser.add_argument("--prompts", help="one prompt a line, or .jsonl with 'prompt'; default: the built-in set")
     parser.add_argument("--out", required=True, help="trace folder; an existing one of the same model is continued")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -513,16 +525,17 @@ def run_trace(args) -> int:
     rows = tokens = 0
     with ExpertTrace(model, name=args.model, weights=args.weights) as hook:
         for i, prompt in enumerate(prompts):
-            answer = record_generation(hook, model, _encode(tokenizer, prompt), domain=args.domain, max_tokens=args.max_tokens,
-                                       temp=args.temp, stop_ids=set(tokenizer.eos_token_ids))
+            answer = record_generation(
+                hook, model, _encode(tokenizer, prompt), domain=args.domain, max_tokens=args.max_tokens,
+                temp=args.temp, stop_ids=set(tokenizer.eos_token_ids))
             session = hook.take()
             with TraceWriter(args.out, session.meta) as writer: writer.append(session)
             rows, tokens = rows + len(session), tokens + len(answer)
             print(f"{args.domain} {i + 1}/{len(prompts)}: {len(answer)} tokens, {len(session)} rows", file=sys.stderr)
-    if args.json: emit_json({"out": str(args.out), "domain": args.domain, "prompts": len(prompts), "tokens": tokens, "rows": rows})
+    if args.json: emit_json(dict(out=str(args.out), domain=args.domain, prompts=len(prompts), tokens=tokens, rows=rows))
     return 0
 
-# %% ../nbs/20_expert_trace.ipynb #1f8313bb
+# %% ../nbs/20_expert_trace.ipynb #a46ff2e3
 def activation_counts(trace: Trace) -> np.ndarray: # (L, E) int64, padded with zeros where a layer has fewer experts
     "How often each expert of each MoE layer was chosen."
     layers, E = trace.meta["moe_layers"], max(trace.meta["n_experts"])
@@ -548,7 +561,6 @@ def entropy_bits(counts: np.ndarray) -> np.ndarray: # (...,) 0..log2(E)
     p = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
     return -np.sum(p * np.log2(np.where(p > 0, p, 1)), axis=-1)
 
-# %% ../nbs/20_expert_trace.ipynb #e04258e9
 def hot_set(
     counts: np.ndarray, # (..., E)
     share: float,       # of the activations to be covered
@@ -642,7 +654,6 @@ def stability(
     value = lambda u: window_jaccard(u, n_windows=n_windows, share=share, rng=rng)[pairs].mean()
     return value(used), float(np.mean([value(used[rng.permutation(len(used))]) for _ in range(n_shuffles)]))
 
-# %% ../nbs/20_expert_trace.ipynb #f4ff265a
 def cross_jaccard(
     tasks: list, # for each task: used (T, E) of one layer
     *,
@@ -657,8 +668,8 @@ def cross_jaccard(
     for i, (a, b) in enumerate(hot): out[i, i] = jaccard(a, b)
     return out
 
-# %% ../nbs/20_expert_trace.ipynb #74ee1caa
-def measure_disk(folder, *, n_bytes: int = 64 << 20, n_threads: int = 8, block: int = 1 << 20) -> float: # bytes per second
+# %% ../nbs/20_expert_trace.ipynb #f4ff265a
+def measure_disk(folder, *, n_bytes: int = 64 << 20, n_threads: int = 8, block: int = 1 << 20) -> float: # bytes/s
     "Rate of parallel reads from the disk of `folder`, past the page cache."
     part = Path(folder) / f".disk-rate-{os.getpid()}"
     try:
@@ -675,8 +686,7 @@ def measure_disk(folder, *, n_bytes: int = 64 << 20, n_threads: int = 8, block: 
         finally: os.close(fd)
     finally: part.unlink(missing_ok=True)
 
-# %% ../nbs/20_expert_trace.ipynb #5ae6376f
-SHARES = (0.9, 0.95, 0.99)
+SHARES, PARTS = (0.9, 0.95, 0.99), {"1/4": 4, "1/2": 2, "1": 1}
 
 def held_out_coverage(used: np.ndarray, *, share: float = 0.9, seed: int = 0) -> float:
     "Share of the second half's activations that fall on the hot set of the first half."
@@ -691,69 +701,117 @@ def analyze_layer(used: np.ndarray, session: np.ndarray, *, max_window: int = 16
     union, union_shuffled = union_size(used, session, max_window)
     return dict(
         n_experts=len(counts), experts_for={f"{s:g}": int(experts_for(counts, s)) for s in SHARES},
-        entropy_bits=float(entropy_bits(counts)), touched=int((counts > 0).sum()), held_out_coverage=held_out_coverage(used),
-        experts_for_90_of={str(n): int(experts_for(used[:n].sum(0), .9)) for n in (T // 4, T // 2, T)},
-        stability=float(steady), stability_shuffled=steady_shuffled, overlap=float(overlap), overlap_shuffled=float(overlap_shuffled),
+        entropy_bits=float(entropy_bits(counts)), touched=int((counts > 0).sum()),
+        held_out_coverage=held_out_coverage(used),
+        experts_for_90_of={part: int(experts_for(used[:T // n].sum(0), .9)) for part, n in PARTS.items()},
+        stability=float(steady), stability_shuffled=steady_shuffled,
+        overlap=float(overlap), overlap_shuffled=float(overlap_shuffled),
         union=union.tolist(), union_shuffled=union_shuffled.tolist(), counts=counts.tolist(),
         window_jaccard=window_jaccard(used, n_windows=n_windows, rng=np.random.default_rng(0)).tolist())
 
-# %% ../nbs/20_expert_trace.ipynb #ba5f23e5
+# %% ../nbs/20_expert_trace.ipynb #74ee1caa
+MEANS = ("entropy_bits", "held_out_coverage", "stability", "stability_shuffled", "overlap", "overlap_shuffled", "union",
+         "union_shuffled", "window_jaccard")
+
+def summarize(layers: list, expert_bytes: np.ndarray, disk_bytes_per_s: float) -> dict:
+    "What the layers of one task add up to."
+    column = lambda key: np.array([l[key] for l in layers])
+    k = {s: np.array([l["experts_for"][s] for l in layers]) for s in layers[0]["experts_for"]}
+    growth = {n: float(np.mean([l["experts_for_90_of"][n] for l in layers])) for n in layers[0]["experts_for_90_of"]}
+    E, working_set = column("n_experts"), {s: int(v @ expert_bytes) for s, v in k.items()}
+    working_set["touched"] = int(column("touched") @ expert_bytes)
+    return dict(
+        mean_experts={s: float(v.mean()) for s, v in k.items()},
+        share_of_experts={s: float(v.sum() / E.sum()) for s, v in k.items()},
+        touched_share=float(column("touched").sum() / E.sum()), experts_for_90_of=growth,
+        pool_bytes=int(E @ expert_bytes), working_set_bytes=working_set,
+        cold_load_s={s: b / disk_bytes_per_s for s, b in working_set.items()},
+        union_bytes=(expert_bytes @ column("union")).tolist(),
+        union_bytes_shuffled=(expert_bytes @ column("union_shuffled")).tolist(),
+        **{m: column(m).mean(0).tolist() for m in MEANS})
+
+# %% ../nbs/20_expert_trace.ipynb #417b46c5
 def analyze_task(
     trace: Trace, domain: str, *,
-    phase: int | None = DECODE,
-    disk_bytes_per_s: float,
-    max_window: int = 16,
-    n_windows: int = 4,
-) -> dict:
+    phase: int | None = DECODE, # 0 prefill, 1 decode, None both
+    disk_bytes_per_s: float,    # of the disk that would hold the experts
+    max_window: int = 16,       # tokens, of the union curve
+    n_windows: int = 4,         # stretches whose hot sets are compared
+) -> dict:                      # model, domain, overall, gate, layers
     "Coverage, stability, order and bytes of one task of a trace."
-    tokens = routed_tokens(trace, domain=domain, phase=phase)
+    tokens, wanted = routed_tokens(trace, domain=domain, phase=phase), 2 * n_windows
     n_tokens = max(len(used) for used, _ in tokens)
-    if n_tokens < 2 * n_windows: raise ValueError(f"{domain}: {n_tokens} tokens are too few for {n_windows} windows; wanted at least {2 * n_windows}")
-    enough = [i for i, (used, _) in enumerate(tokens) if len(used) >= 2 * n_windows]
-    layers = [{"layer": trace.meta["moe_layers"][i]} | analyze_layer(*tokens[i], max_window=max_window, n_windows=n_windows) for i in enough]
-    size, E = (np.array(trace.meta[k])[enough] for k in ("expert_bytes", "n_experts"))
-    col = lambda key: np.array([l[key] for l in layers])
-    k = {s: np.array([l["experts_for"][s] for l in layers]) for s in layers[0]["experts_for"]}
-    growth = {str(n): np.mean([list(l["experts_for_90_of"].values())[i] for l in layers]) for i, n in enumerate((n_tokens // 4, n_tokens // 2, n_tokens))}
-    hot_bytes = {s: int(v @ size) for s, v in k.items()} | {"touched": int(col("touched") @ size)}
-    means = ("entropy_bits", "held_out_coverage", "stability", "stability_shuffled", "overlap", "overlap_shuffled")
+    if n_tokens < wanted: raise ValueError(f"{domain}: {n_tokens} tokens are too few, wanted {wanted} for {n_windows} windows")
+    enough = [i for i, (used, _) in enumerate(tokens) if len(used) >= wanted]
+    layers = [analyze_layer(*tokens[i], max_window=max_window, n_windows=n_windows) for i in enough]
+    for i, found in zip(enough, layers): found["layer"] = trace.meta["moe_layers"][i]
+    used, session = tokens[enough[0]]
     overall = dict(
-        tokens=n_tokens, sessions=len(np.unique(tokens[enough[0]][1])), top_k=float(tokens[enough[0]][0].sum(1).mean()),
-        layers_left_out=[l for i, l in enumerate(trace.meta["moe_layers"]) if i not in enough],
-        share_of_experts={s: float(v.sum() / E.sum()) for s, v in k.items()}, mean_experts={s: float(v.mean()) for s, v in k.items()},
-        touched_share=float(col("touched").sum() / E.sum()), experts_for_90_of=growth, pool_bytes=int(E @ size), working_set_bytes=hot_bytes,
-        cold_load_s={s: b / disk_bytes_per_s for s, b in hot_bytes.items()}, **{m: float(np.nanmean(col(m))) for m in means},
-        union=np.mean(col("union"), 0).tolist(), union_shuffled=np.mean(col("union_shuffled"), 0).tolist(),
-        union_bytes=(size @ col("union")).tolist(), union_bytes_shuffled=(size @ col("union_shuffled")).tolist(),
-        window_jaccard=np.mean(col("window_jaccard"), 0).tolist())
+        tokens=n_tokens, sessions=len(np.unique(session)), top_k=float(used.sum(1).mean()),
+        layers_left_out=[l for i, l in enumerate(trace.meta["moe_layers"]) if i not in enough])
+    overall |= summarize(layers, np.array(trace.meta["expert_bytes"])[enough], disk_bytes_per_s)
     return dict(model=trace.meta["model"], domain=domain, overall=overall, gate=gate(overall, n_windows), layers=layers)
 
-# %% ../nbs/20_expert_trace.ipynb #f3eff756
+# %% ../nbs/20_expert_trace.ipynb #44c583c7
 HOT_SHARE_LIMIT, STABILITY_LIMIT = 0.5, 0.6
 
-def gate(overall: dict, n_windows: int = 4) -> dict: # result PASS or FAIL, the numbers, and a caveat
+def gate(overall: dict, n_windows: int = 4) -> dict: # result PASS or FAIL, its numbers, decidable, caveat
     "Does this task qualify for keeping a hot set only?"
     hot, steady, control = overall["share_of_experts"]["0.9"], overall["stability"], overall["stability_shuffled"]
     passed = hot <= HOT_SHARE_LIMIT and steady >= STABILITY_LIMIT
-    growth = list(overall["experts_for_90_of"].values())
-    caveat = [f"{overall['tokens']} tokens of {overall['sessions']} scripted session(s) may not stand for a long real one",
-              f"a window has {overall['tokens'] // n_windows} tokens, and a router without any drift would score {control:.2f} there"]
-    if control < STABILITY_LIMIT: caveat.append("so the stability criterion cannot be met at this length: record more")
-    elif not passed and steady < STABILITY_LIMIT: caveat.append(f"so at most {max(control - steady, 0):.2f} of the missing stability is drift")
-    if growth[2] > 1.05 * growth[1]: caveat.append(f"the hot set still grows with length ({growth[1]:.1f} to {growth[2]:.1f} experts from half to all tokens)")
-    return dict(result="PASS" if passed else "FAIL", hot_share=hot, hot_share_limit=HOT_SHARE_LIMIT, stability=steady, stability_limit=STABILITY_LIMIT,
-                stability_shuffled=control, decidable=bool(control >= STABILITY_LIMIT), caveat="; ".join(caveat))
+    half, full, T = overall["experts_for_90_of"]["1/2"], overall["experts_for_90_of"]["1"], overall["tokens"]
+    caveat = [f"{T} tokens of {overall['sessions']} scripted session(s) may not stand for a long real one",
+              f"a window has {T // n_windows} tokens, where a router without drift would score {control:.2f}"]
+    if control < STABILITY_LIMIT: caveat.append("so the limit is out of reach at this length: record more")
+    elif steady < STABILITY_LIMIT: caveat.append(f"so about {max(control - steady, 0):.2f} of the lack is drift")
+    if full > 1.05 * half: caveat.append(f"the hot set grows: {half:.1f} experts at half length, {full:.1f} at all")
+    return dict(result="PASS" if passed else "FAIL", hot_share=hot, hot_share_limit=HOT_SHARE_LIMIT,
+                stability=steady, stability_limit=STABILITY_LIMIT, stability_shuffled=control,
+                decidable=bool(control >= STABILITY_LIMIT), caveat="; ".join(caveat))
 
-# %% ../nbs/20_expert_trace.ipynb #4d130be1
+# %% ../nbs/20_expert_trace.ipynb #3a024928
+def _task_lines(task: dict) -> list:
+    o, g = task["overall"], task["gate"]
+    share = o["share_of_experts"]
+    hot = [f"{100 * float(s):g} %: {o['mean_experts'][s]:.1f} ({100 * share[s]:.0f} %)" for s in share]
+    windows = [w for w in (1, 2, 4, 8, 16) if w <= len(o["union"])]
+    union = [f"W={w} {o['union'][w - 1]:.1f} ({o['union_shuffled'][w - 1]:.1f})" for w in windows]
+    return [
+        f"{task['task']}: {task['model']}",
+        f"  {o['tokens']} tokens, {o['sessions']} session(s), {len(task['layers'])} MoE layers; top {o['top_k']:g}",
+        f"  experts a layer that cover {', '.join(hot)}; touched {100 * o['touched_share']:.0f} %; "
+        f"entropy {o['entropy_bits']:.2f} bits",
+        f"  working set (90 %) {o['working_set_bytes']['0.9'] / 1e9:.2f} of {o['pool_bytes'] / 1e9:.2f} GB, "
+        f"cold load {o['cold_load_s']['0.9']:.1f} s",
+        f"  the hot set of the first half covers {100 * o['held_out_coverage']:.0f} % of the second half",
+        f"  stability {o['stability']:.2f} (shuffled {o['stability_shuffled']:.2f}); "
+        f"neighbours share {o['overlap']:.2f} (shuffled {o['overlap_shuffled']:.2f})",
+        f"  union of W tokens, experts a layer (shuffled): {', '.join(union)}",
+        f"  gate: {g['result']}  hot set {100 * g['hot_share']:.0f} % (limit {100 * g['hot_share_limit']:.0f} %), "
+        f"stability {g['stability']:.2f} (limit {g['stability_limit']})",
+        f"        {g['caveat']}"]
+
+def report(analysis: dict) -> str:
+    "The analysis as text."
+    lines = [line for task in analysis["tasks"] for line in _task_lines(task)]
+    for c in analysis["cross_task"]:
+        lines.append(f"cross-task Jaccard, {c['model']} (diagonal: the two halves of one task)")
+        lines += [f"  {name:12s} " + " ".join(f"{v:.2f}" for v in row) for name, row in zip(c["tasks"], c["jaccard"])]
+    return "\n".join(lines)
+
+# %% ../nbs/20_expert_trace.ipynb #5ae6376f
 def cross_task(tasks: list, phase: int | None) -> list: # one entry for each model that has two tasks or more
     "Mean over layers of `cross_jaccard`, for tasks given as (label, trace, domain)."
     out, models = [], {}
-    for task in tasks: models.setdefault(json.dumps([task[1].meta[k] for k in ("model", "moe_layers", "n_experts")]), []).append(task)
-    for group in models.values():
+    for label, trace, domain in tasks:
+        key = json.dumps([trace.meta[k] for k in ("model", "moe_layers", "n_experts")])
+        used = [used for used, _ in routed_tokens(trace, domain=domain, phase=phase)]
+        models.setdefault(key, []).append((label, used))
+    for key, group in models.items():
         if len(group) < 2: continue
-        layers = zip(*([used for used, _ in routed_tokens(trace, domain=domain, phase=phase)] for _, trace, domain in group))
-        matrix = np.mean([cross_jaccard(list(l)) for l in layers], axis=0)
-        out.append(dict(model=group[0][1].meta["model"], tasks=[label for label, _, _ in group], jaccard=matrix.tolist()))
+        labels, used = zip(*group)
+        matrix = np.mean([cross_jaccard(list(layer)) for layer in zip(*used)], axis=0)
+        out.append(dict(model=json.loads(key)[0], tasks=list(labels), jaccard=matrix.tolist()))
     return out
 
 def analyze(
@@ -765,44 +823,20 @@ def analyze(
     n_windows: int = 4,
 ) -> dict:        # tasks, cross_task, disk_bytes_per_s
     "All tasks of all traces. A domain name that occurs twice gets the number of its trace."
-    tasks = [(d, t, d) for t in traces for d in t.meta["domains"]]
-    names = [d for d, _, _ in tasks]
-    owner = [i for i, t in enumerate(traces) for _ in t.meta["domains"]]
-    tasks = [(f"{d}#{i}" if names.count(d) > 1 else d, t, d) for i, (_, t, d) in zip(owner, tasks)]
-    found = [analyze_task(t, d, phase=phase, disk_bytes_per_s=disk_bytes_per_s, max_window=max_window, n_windows=n_windows) | {"task": label}
-             for label, t, d in tasks]
+    names = [d for t in traces for d in t.meta["domains"]]
+    tasks = [(f"{d}#{i}" if names.count(d) > 1 else d, t, d) for i, t in enumerate(traces) for d in t.meta["domains"]]
+    options = dict(phase=phase, disk_bytes_per_s=disk_bytes_per_s, max_window=max_window, n_windows=n_windows)
+    found = [{"task": label} | analyze_task(trace, domain, **options) for label, trace, domain in tasks]
     return dict(tasks=found, cross_task=cross_task(tasks, phase), disk_bytes_per_s=disk_bytes_per_s)
 
-# %% ../nbs/20_expert_trace.ipynb #a6b5921a
-def report(analysis: dict) -> str:
-    "The analysis as text."
-    lines = []
-    for t in analysis["tasks"]:
-        o, g, gb = t["overall"], t["gate"], 1e9
-        hot = ", ".join(f"{100 * float(s):g} %: {o['mean_experts'][s]:.1f} ({100 * v:.0f} %)" for s, v in o["share_of_experts"].items())
-        lines += [
-            f"{t['task']}: {t['model']}, {o['tokens']} tokens in {o['sessions']} session(s), {len(t['layers'])} MoE layers",
-            f"  experts a layer that cover  {hot}; touched {100 * o['touched_share']:.0f} %; entropy {o['entropy_bits']:.2f} bits",
-            f"  working set (90 %) {o['working_set_bytes']['0.9'] / gb:.2f} of {o['pool_bytes'] / gb:.2f} GB, cold load {o['cold_load_s']['0.9']:.1f} s",
-            f"  hot set of the first half covers {100 * o['held_out_coverage']:.0f} % of the second",
-            f"  stability {o['stability']:.2f} (shuffled {o['stability_shuffled']:.2f}); neighbours share {o['overlap']:.2f} (shuffled {o['overlap_shuffled']:.2f})",
-            "  union of W tokens, experts a layer (shuffled): " + ", ".join(
-                f"W={w} {o['union'][w - 1]:.1f} ({o['union_shuffled'][w - 1]:.1f})" for w in (1, 2, 4, 8, 16) if w <= len(o["union"])),
-            f"  gate: {g['result']}  hot set {100 * g['hot_share']:.0f} % of experts (limit {100 * g['hot_share_limit']:.0f} %), "
-            f"stability {g['stability']:.2f} (limit {g['stability_limit']})", f"        {g['caveat']}"]
-    for c in analysis["cross_task"]:
-        lines.append(f"cross-task Jaccard, {c['model']} (diagonal: the two halves of one task)")
-        lines += [f"  {name:12s} " + " ".join(f"{v:.2f}" for v in row) for name, row in zip(c["tasks"], c["jaccard"])]
-    return "\n".join(lines)
-
-# %% ../nbs/20_expert_trace.ipynb #90c7b97b
+# %% ../nbs/20_expert_trace.ipynb #8d93c406
 def add_analyze_arguments(parser: argparse.ArgumentParser):
     "Arguments of `mlx_spark analyze-trace`."
     parser.add_argument("traces", nargs="+", help="trace folders, or .csv / .csv.gz of routed experts")
     parser.add_argument("--phase", choices=("decode", "prefill", "all"), default="decode", help="which tokens count")
     parser.add_argument("--windows", type=int, default=4, help="stretches compared for stability")
     parser.add_argument("--max-window", type=int, default=16, help="longest pass for the union curve, tokens")
-    parser.add_argument("--disk-mb-s", type=float, help="rate of the disk that would hold the experts; default: measured")
+    parser.add_argument("--disk-mb-s", type=float, help="rate of the disk holding the experts; default: measured")
     parser.add_argument("--disk-path", default=".", help="folder on the disk to be measured")
     parser.add_argument("--plots", help="folder for figures (needs matplotlib)")
     parser.add_argument("--json", action="store_true")
@@ -827,14 +861,16 @@ def run_analyze(args) -> int:
     if args.json: emit_json(_finite(analysis))
     return 0
 
-# %% ../nbs/20_expert_trace.ipynb #445be8e8
+# %% ../nbs/20_expert_trace.ipynb #b3d7ba53
 LINES = ("-", "--", ":", "-.")
 
 def plot_coverage(ax, tasks: list):
     "Share of activations on the k most used experts, mean over layers, one line a task."
+    kept = np.linspace(0, 1, 201)
     for task, line in zip(tasks, LINES * len(tasks)):
-        curves = [np.interp(np.linspace(0, 1, 201), np.linspace(0, 1, l["n_experts"] + 1), coverage_curve(np.array(l["counts"]))) for l in task["layers"]]
-        ax.plot(np.linspace(0, 100, 201), 100 * np.mean(curves, 0), line, color="tab:orange", label=task["task"])
+        curves = [coverage_curve(np.array(l["counts"])) for l in task["layers"]]
+        mean = np.mean([np.interp(kept, np.linspace(0, 1, len(c)), c) for c in curves], axis=0)
+        ax.plot(100 * kept, 100 * mean, line, color=COLORS["ours"], label=task["task"])
     ax.axhline(90, color="0.8", lw=1)
     ax.plot([0, 100], [0, 100], color="0.7", lw=1, label="all used alike")
     ax.set(xlabel="experts kept, % of a layer, most used first", ylabel="activations covered, %")
@@ -844,21 +880,23 @@ def plot_heat(ax, task: dict):
     "Activations by layer and expert, each layer sorted by use."
     E = max(l["n_experts"] for l in task["layers"])
     heat = np.array([sorted(l["counts"] + [0] * (E - len(l["counts"])), reverse=True) for l in task["layers"]])
-    image = ax.imshow(heat / np.maximum(heat.sum(1, keepdims=True), 1), aspect="auto", cmap="Oranges", rasterized=True, interpolation="nearest")
-    ax.plot([l["experts_for"]["0.9"] - .5 for l in task["layers"]], range(len(heat)), color="0.3", lw=1, label="90 % covered")
+    heat = heat / np.maximum(heat.sum(1, keepdims=True), 1)
+    image = ax.imshow(heat, aspect="auto", cmap="Oranges", rasterized=True, interpolation="nearest")
+    edge = [l["experts_for"]["0.9"] - .5 for l in task["layers"]]
+    ax.plot(edge, range(len(heat)), color="0.3", lw=1, label="90 % covered")
     ax.set(xlabel="expert, by rank of use", ylabel="MoE layer")
     ax.legend(loc="lower right")
     ax.figure.colorbar(image, ax=ax, label="share of the layer's activations")
 
-# %% ../nbs/20_expert_trace.ipynb #e4ca68bc
+# %% ../nbs/20_expert_trace.ipynb #a85bdf57
 def plot_stability(ax, tasks: list):
     "Jaccard of each stretch's hot set with that of the first, against the value without drift."
     for task, line in zip(tasks, LINES * len(tasks)):
         o = task["overall"]
         first = o["window_jaccard"][0][1:]
         at = range(2, len(first) + 2)
-        ax.plot(at, first, line, marker="o", color="tab:orange", label=task["task"])
-        ax.plot(at, [o["stability_shuffled"]] * len(first), line, color="0.55")
+        ax.plot(at, first, line, marker="o", color=COLORS["ours"], label=task["task"])
+        ax.plot(at, [o["stability_shuffled"]] * len(first), line, color=COLORS["target"])
     ax.axhline(STABILITY_LIMIT, color="0.8", lw=1)
     ax.set(xlabel="stretch of the task", ylabel="Jaccard with the first stretch", ylim=(0, 1), xticks=[*at])
     ax.legend()
@@ -868,16 +906,15 @@ def plot_union(ax, tasks: list):
     for task, line in zip(tasks, LINES * len(tasks)):
         o = task["overall"]
         W = np.arange(1, len(o["union"]) + 1)
-        ax.plot(W, o["union"], line, color="tab:orange", label=task["task"])
-        ax.plot(W, o["union_shuffled"], line, color="0.55")
+        ax.plot(W, o["union"], line, color=COLORS["ours"], label=task["task"])
+        ax.plot(W, o["union_shuffled"], line, color=COLORS["target"])
     ax.plot(W, o["union"][0] * W, color="0.85", lw=1, label="no overlap at all")
-    ax.set(xlabel="tokens in one pass, W", ylabel="experts in the union, a layer", ylim=(0, 1.15 * max(o["union_shuffled"])))
+    ax.set(xlabel="tokens in one pass, W", ylabel="experts in the union", xticks=W[3::4], ylim=(0, 1.15 * max(o["union_shuffled"])))
     ax.legend()
 
 def save_plots(analysis: dict, folder):
     "The four figures as SVG files."
     import matplotlib.pyplot as plt
-    from mlx_spark.plots import use_style
     use_style()
     Path(folder).mkdir(parents=True, exist_ok=True)
     tasks = analysis["tasks"]

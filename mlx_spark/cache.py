@@ -16,14 +16,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import (
-    ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache)
+    ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache,
+    make_prompt_cache)
 
 from .taps import listen, plain_class
 
 # %% ../nbs/04_cache.ipynb #5f73b636
-FIELDS = {   # the attributes of mlx-lm's caches that this module reads or writes
+FIELDS = {   # all that mlx-lm's caches remember
     KVCache: ("keys", "values", "offset"),
-    QuantizedKVCache: ("keys", "values", "offset"),
+    QuantizedKVCache: ("keys", "values", "offset", "group_size", "bits"),
     ChunkedKVCache: ("keys", "values", "offset", "chunk_size", "start_position"),
     ConcatenateKVCache: ("keys", "values", "offset"),
     RotatingKVCache: ("keys", "values", "offset", "keep", "max_size", "_idx"),
@@ -36,7 +37,9 @@ def check_cache(c) -> None:
     if type(c) not in FIELDS:
         raise ValueError(f"cannot rewind a {type(c).__name__}; supported: {', '.join(k.__name__ for k in FIELDS)}")
     gone = [f for f in FIELDS[type(c)] if not hasattr(c, f)]
-    if gone: raise ValueError(f"mlx-lm {version('mlx-lm')} has no {', '.join(gone)} in {type(c).__name__}: this version of it is not supported")
+    if gone:
+        raise ValueError(f"mlx-lm {version('mlx-lm')} has no {', '.join(gone)} in {type(c).__name__}: "
+                         "this version of it is not supported")
 
 def leaves(cache) -> list:
     "The caches in a list of caches, those inside a `CacheList` in its place."
@@ -49,16 +52,19 @@ def make_cache(
     max_kv_size: int | None = None, # entries a layer may hold; mlx-lm keeps the first 4 and the newest others
 ) -> list:                          # one mlx-lm cache for each layer
     "Fresh prompt cache for `model`, as mlx-lm makes it."
-    if max_kv_size is not None and max_kv_size <= 4: raise ValueError(f"max_kv_size must exceed the 4 entries that are always kept, got {max_kv_size}")
+    if max_kv_size is not None and max_kv_size <= 4:
+        raise ValueError(f"max_kv_size must exceed the 4 entries that are always kept, got {max_kv_size}")
     if max_kv_size is not None and hasattr(model, "make_cache"):
-        warnings.warn(f"{type(model).__module__} makes its own caches, so mlx-lm ignores max_kv_size={max_kv_size}: the cache is not bounded", stacklevel=2)
+        warnings.warn(f"{type(model).__module__} makes its own caches, so mlx-lm ignores max_kv_size={max_kv_size}: "
+                      "the cache is not bounded", stacklevel=2)
     return make_prompt_cache(model, max_kv_size)
 
 def cache_offset(cache: list) -> int:
     "Positions a prompt cache has taken in (since a pending mark included)."
     for c in leaves(cache):
         if hasattr(c, "offset"): return c.offset
-    raise ValueError(f"no entry of this cache counts its tokens: {', '.join(sorted({type(c).__name__ for c in leaves(cache)})) or 'it is empty'}")
+    kinds = ", ".join(sorted({type(c).__name__ for c in leaves(cache)}))
+    raise ValueError(f"no entry of this cache counts its tokens: {kinds or 'it is empty'}")
 
 # %% ../nbs/04_cache.ipynb #397783bd
 def _handle(x):
@@ -82,8 +88,9 @@ def _rewind_appended(m: _Mark, n: int) -> None:
     if m.empty and n == 0: c.keys = c.values = None
     elif type(c) is ConcatenateKVCache: c.keys, c.values = c.keys[..., :c.offset, :], c.values[..., :c.offset, :]
 
+# %% ../nbs/04_cache.ipynb #bce89c9e
 class _WatchedChunks(ChunkedKVCache):
-    "A chunked cache between `mark()` and `commit()`: its front is cut by the first pass only, which drops what any next pass would drop."
+    "A chunked cache between `mark()` and `commit()`: only the first pass cuts its front."
     def maybe_trim_front(self):
         if self.offset == self.marked: super().maybe_trim_front()
 
@@ -98,7 +105,8 @@ class _WatchedRing(RotatingKVCache):
         return super().update_and_fetch(keys, values)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
-        if N == 1 or not self.keep or self.offset + N <= self.max_size: return super().make_mask(N, window_size, return_array)
+        if N == 1 or not self.keep or self.offset + N <= self.max_size:
+            return super().make_mask(N, window_size, return_array)
         start = min(self.max_size - 1, self.offset)
         row, column = mx.arange(start, start + N)[:, None], mx.arange(start + N)[None]
         evicted = mx.maximum(row + 1 - self.max_size, 0)
@@ -122,7 +130,7 @@ def _rewind_rotating(m: _Mark, n: int, fed: list, base: tuple | None) -> None:
     c, new = m.cache, m.offset + n
     cut = lambda size: (c.keys[..., :size, :], c.values[..., :size, :])
     size = c.keys.shape[2] - (c.offset - new)
-    if n and c._idx == c.keys.shape[2] != c.offset and size >= c.max_size:   # one pass of several tokens: newest last, enough history
+    if n and c._idx == c.keys.shape[2] != c.offset and size >= c.max_size:   # one pass: newest last, enough history
         c.keys, c.values = cut(size)
         c.offset, c._idx = new, size
         return
@@ -130,7 +138,7 @@ def _rewind_rotating(m: _Mark, n: int, fed: list, base: tuple | None) -> None:
         c.offset, c.keys, c.values, c._idx = base
         rows = slice(c.offset - m.offset, n)
         if new > c.offset: c.update_and_fetch(*(mx.concatenate(x, axis=2)[..., rows, :] for x in zip(*fed)))
-    if c.offset > new and c._idx != c.offset:                                # one single step: its slot is dead either way
+    if c.offset > new and c._idx != c.offset:                                # one single step: a dead slot
         c.offset, c._idx = c.offset - 1, c.max_size if c._idx - 1 == c.keep else c._idx - 1
     if c.offset > new:                                                       # nothing evicted
         c.offset = c._idx = new
@@ -149,7 +157,8 @@ class _Call:
     def replay(self, n: int) -> None:
         "Call the module again on the first n rows, unheard by whoever listens to it."
         cut = lambda a: a[:, :n] if isinstance(a, mx.array) and a.ndim > 1 and a.shape[1] == self.rows else a
-        plain_class(self.module).__call__(self.module, *map(cut, self.args), **{k: cut(v) for k, v in self.kwargs.items()})
+        kwargs = {k: cut(v) for k, v in self.kwargs.items()}
+        plain_class(self.module).__call__(self.module, *map(cut, self.args), **kwargs)
 
 @lru_cache
 def _takes_cache(cls: type) -> bool:
@@ -162,7 +171,8 @@ class _Owners:
     def __init__(self, model: nn.Module):
         self.calls = {}   # id of a marked ArraysCache -> its calls since the mark
         found = {path: m for path, m in model.named_modules() if _takes_cache(plain_class(m))}
-        self.around = {id(m): {id(o) for q, o in found.items() if q != p and (not q or p.startswith(f"{q}."))} for p, m in found.items()}
+        holds = lambda outer, path: outer != path and (not outer or path.startswith(f"{outer}."))
+        self.around = {id(m): {id(o) for q, o in found.items() if holds(q, p)} for p, m in found.items()}
         self.stops = [listen(m, before=self.hear) for m in found.values()]
 
     def hear(self, module, args, kwargs):
@@ -180,7 +190,7 @@ class _Owners:
 # %% ../nbs/04_cache.ipynb #d41f4a74
 def _mark_arrays(c: ArraysCache) -> _Mark:
     "Handles on a recurrent cache's states."
-    return _Mark(c, states=tuple(c.cache), handles=(*map(_handle, c.cache), _handle(c.left_padding), _handle(c.lengths)))
+    return _Mark(c, states=tuple(c.cache), handles=tuple(map(_handle, (*c.cache, c.left_padding, c.lengths))))
 
 def _rewind_arrays(m: _Mark, n: int, calls: list[_Call]) -> None:
     "Put the old states back, then run the owners' recorded calls again on the first n rows."
@@ -198,17 +208,40 @@ def _count_fed(m: _Mark, calls: dict) -> int:
     heard = calls[id(m.cache)]
     return sum(c.rows for c in heard if c.module is heard[0].module)
 
+def _check_same(marks: list[_Mark], now: list) -> None:
+    "Refuse to go back in caches that were exchanged for others."
+    for m, c in zip(marks, now, strict=True):
+        if m.cache is not c:
+            raise RuntimeError(f"an entry became a {type(c).__name__} between mark() and commit(): "
+                               "replace entries after commit()")
+
 def _check_commit(marks: list[_Mark], fed: list[int], rows: int | None, n: int) -> None:
     "Refuse a number of positions that cannot be kept."
-    if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"commit takes a number of positions as a Python int, got {type(n).__name__}")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"commit takes a number of positions as a Python int, got {type(n).__name__}")
     most = max(fed, default=0)
     if not 0 <= n <= most: raise ValueError(f"commit({n}), but {most} positions were fed since mark()")
     if n == 0: return
-    if rows not in (None, most): raise RuntimeError(f"{most} positions were fed since mark(rows={rows}): only commit(0) is possible")
+    if rows not in (None, most):
+        raise RuntimeError(f"{most} positions were fed since mark(rows={rows}): only commit(0) is possible")
     for i, (m, f) in enumerate(zip(marks, fed)):
-        if f not in (0, most): raise RuntimeError(f"cache {i} took {f} positions and others {most}, so the pass broke off: only commit(0) is possible")
+        if f not in (0, most):
+            raise RuntimeError(f"cache {i} took {f} positions and others {most}, so the pass broke off: "
+                               "only commit(0) is possible")
         if type(m.cache) is ArraysCache and not f and any(a is not b for a, b in zip(m.cache.cache, m.states)):
-            raise RuntimeError(f"the ArraysCache at {i} changed, but no module was seen to be handed it: only commit(0) is possible")
+            raise RuntimeError(f"the ArraysCache at {i} changed, but no module was seen to be handed it: "
+                               "only commit(0) is possible")
+
+# %% ../nbs/04_cache.ipynb #05aa846c
+def _mark(c) -> _Mark:
+    "The mark of one cache, by kind."
+    return _mark_arrays(c) if type(c) is ArraysCache else _Mark(c, c.offset, empty=c.keys is None)
+
+def _rewind(m: _Mark, n: int, noted: dict, calls: dict) -> None:
+    "Keep n positions of one cache, by kind."
+    if type(m.cache) is RotatingKVCache: _rewind_rotating(m, n, noted["fed"], noted["base"])
+    elif type(m.cache) is ArraysCache: _rewind_arrays(m, n, calls[id(m.cache)])
+    else: _rewind_appended(m, n)
 
 # %% ../nbs/04_cache.ipynb #d8e2b1b9
 class Rewinder:
@@ -231,8 +264,7 @@ class Rewinder:
         if self._marks is None: raise RuntimeError("commit() without mark()")
         calls = self._owners.calls if self._owners else {}
         fed = [_count_fed(m, calls) for m in self._marks]
-        for m, c in zip(self._marks, leaves(self.cache)):
-            if m.cache is not c: raise RuntimeError(f"an entry became a {type(c).__name__} between mark() and commit(): replace entries after commit()")
+        _check_same(self._marks, leaves(self.cache))
         _check_commit(self._marks, fed, self._rows, n)
         marks, self._marks = self._marks, None
         noted = [_unwatch(m.cache) for m in marks]
@@ -249,14 +281,3 @@ class Rewinder:
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
-
-# %% ../nbs/04_cache.ipynb #05aa846c
-def _mark(c) -> _Mark:
-    "The mark of one cache, by kind."
-    return _mark_arrays(c) if type(c) is ArraysCache else _Mark(c, c.offset, empty=c.keys is None)
-
-def _rewind(m: _Mark, n: int, noted: dict, calls: dict) -> None:
-    "Keep n positions of one cache, by kind."
-    if type(m.cache) is RotatingKVCache: _rewind_rotating(m, n, noted["fed"], noted["base"])
-    elif type(m.cache) is ArraysCache: _rewind_arrays(m, n, calls[id(m.cache)])
-    else: _rewind_appended(m, n)

@@ -38,7 +38,8 @@ def listen(
     after: Callable | None = None,  # called as after(module, output) once it is done
 ) -> Callable:                      # call it to stop listening
     "Report every call of `module` without touching what it computes."
-    if not issubclass(type(module), nn.Module): raise TypeError(f"can listen to an nn.Module only, got {type(module).__name__}")
+    if not issubclass(type(module), nn.Module):
+        raise TypeError(f"can listen to an nn.Module only, got {type(module).__name__}")
     if "_listeners" not in vars(module):
         object.__setattr__(module, "_listeners", [])
         module.__class__ = _listening_class(type(module))
@@ -50,7 +51,7 @@ def listen(
         module._listeners.remove(ear)
         if not module._listeners:
             if type(module) not in _listening.values():
-                raise RuntimeError(f"the class of {type(module).__name__} was swapped again while we listened: undo that first")
+                raise RuntimeError(f"the class of {type(module).__name__} was swapped again while we heard it: undo that")
             module.__class__ = plain_class(module)
             object.__delattr__(module, "_listeners")
     return stop
@@ -63,7 +64,8 @@ def plain_class(module: nn.Module) -> type:
 def check_tap_layers(tap_layers, n_layers: int) -> tuple[int, ...]:
     "Tap ids as a tuple, strictly increasing, each -1 (embedding output) or 0..n_layers-1."
     ids = tuple(tap_layers)
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids): raise ValueError(f"tap layers are whole numbers, got {ids}")
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"tap layers are whole numbers, got {ids}")
     wrong = [i for i in ids if not -1 <= i < n_layers]
     if wrong: raise ValueError(f"tap layers {wrong} of {ids} do not exist: this target has ids -1..{n_layers - 1}")
     if any(a >= b for a, b in zip(ids, ids[1:])): raise ValueError(f"tap layers must be strictly increasing, got {ids}")
@@ -75,7 +77,8 @@ def _cut_rows(h: mx.array, rows) -> mx.array:
     if rows is None: return h
     if isinstance(rows, slice): return h[:, rows]
     rows = mx.array(rows) if isinstance(rows, (list, tuple)) else rows
-    if not isinstance(rows, mx.array) or rows.ndim != 1: raise ValueError(f"rows must be a slice or 1-D indices along T, got {rows!r}")
+    if not isinstance(rows, mx.array) or rows.ndim != 1:
+        raise ValueError(f"rows must be a slice or 1-D indices along T, got {rows!r}")
     return h[:, rows]
 
 # %% ../nbs/03_taps.ipynb #16917e48
@@ -83,15 +86,15 @@ def _hand_over(seen: dict, names, rows) -> mx.array:
     "The kept states under `names`, cut to `rows`, joined along D and forgotten."
     missing = [n for n in names if n not in seen]
     if missing:
-        raise RuntimeError(f"no forward pass has shown {missing} since the last take; if the model runs inside mx.compile "
-                           "its layers are hidden: call it uncompiled")
+        raise RuntimeError(f"no forward pass has shown {missing} since the last take; if the model runs inside "
+                           "mx.compile its layers are hidden: call it uncompiled")
     states = [_cut_rows(seen[n], rows) for n in names]
     for n in names: del seen[n]
     joined = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
     try: mx.async_eval(joined)
     except RuntimeError as e:
-        raise RuntimeError("the taps hold placeholders, not data: the forward pass ran inside mx.compile, which hides its layers; "
-                           "call the model uncompiled") from e
+        raise RuntimeError("the taps hold placeholders, not data: the forward pass ran inside mx.compile, which hides "
+                           "its layers; call the model uncompiled") from e
     return joined
 
 # %% ../nbs/03_taps.ipynb #7920fdff
@@ -127,7 +130,8 @@ class Taps(_LastPass):
     def install(self) -> "Taps":
         "Start listening; refused when this model is tapped already."
         if "_taps" in vars(self._decoder):
-            raise RuntimeError(f"this model is already tapped at {self._decoder._taps.tap_layers}: remove those taps first")
+            where = self._decoder._taps.tap_layers
+            raise RuntimeError(f"this model is already tapped at {where}: remove those taps first")
         layers, norm = self._decoder.layers, self._decoder.norm
         ears = [(layers[0], {"before": self._begin})] if self.tap_layers or self.final_norm else []
         ears += [(layers[i], {"after": self._keep(i)}) for i in self.tap_layers if i >= 0]

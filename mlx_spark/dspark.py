@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['VARIANTS', 'SEQ_HEADS', 'MIN_CAPACITY', 'FORMAT_VERSION', 'DSparkConfig', 'published_config', 'block_attention',
-           'Attention', 'MLP', 'Layer', 'DraftCache', 'MarkovHead', 'ConfidenceHead', 'Shared', 'check_fits',
-           'Backbone', 'BlockPass', 'initialize', 'DraftKind', 'SerialHeads', 'Chain', 'DraftVocab', 'head_rows',
-           'DSparkDrafter', 'extend_cache', 'draft_block', 'own_config', 'save_drafter', 'find_drafter', 'read_weights',
-           'check_tensors', 'load_drafter', 'quantize_drafter', 'quantized_head', 'dequantized', 'footprint',
-           'DSparkSource']
+           'Attention', 'MLP', 'Layer', 'DraftCache', 'keep_rows', 'join_rows', 'MarkovHead', 'ConfidenceHead',
+           'Shared', 'check_fits', 'initialize', 'Backbone', 'BlockPass', 'DraftKind', 'SerialHeads', 'Chain',
+           'DraftVocab', 'head_rows', 'DSparkDrafter', 'extend_cache', 'draft_block', 'own_config', 'save_drafter',
+           'find_drafter', 'read_weights', 'check_tensors', 'load_drafter', 'quantize_drafter', 'quantized_head',
+           'dequantized', 'footprint', 'DSparkSource']
 
 # %% ../nbs/05_dspark.ipynb #e4ca99aa
 import copy
@@ -32,39 +32,36 @@ from .targets import Dims, Parts, parts
 from .verify import Sampling, sample_from, target_probs
 
 # %% ../nbs/05_dspark.ipynb #331bea74
-VARIANTS = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
-SEQ_HEADS = ("vanilla", "gated", "rnn")
-
 @dataclass
 class DSparkConfig:
     "What a drafter is, under the names of the published config.json."
-    variant: str                           # "qwen3" (llama-family targets too) or "gemma4"
-    vocab_size: int                        # V, the target's
-    hidden_size: int                       # D, the drafter's width; the target's too unless target_hidden_size is set
+    variant: str                          # "qwen3" (llama-family targets too) or "gemma4"
+    vocab_size: int                       # V, the target's
+    hidden_size: int                      # D, the drafter's width; the target's too unless target_hidden_size is set
     intermediate_size: int
-    num_hidden_layers: int                 # N draft layers
+    num_hidden_layers: int                # N draft layers
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    block_size: int                        # gamma
-    mask_token_id: int                     # input of the positions to be drafted
-    target_layer_ids: tuple[int, ...]      # tapped layers, strictly increasing; -1 is the embedding output
-    num_target_layers: int                 # L, the target's depth
-    markov_rank: int                       # r; 0 = no serial head, as in DFlash
-    markov_head_type: str | None = None    # one of SEQ_HEADS; None when r = 0
+    block_size: int                       # gamma
+    mask_token_id: int                    # input at positions to be drafted
+    target_layer_ids: tuple[int, ...]     # tapped layers, strictly increasing; -1 is the embedding output
+    num_target_layers: int                # L, the target's depth
+    markov_rank: int                      # r; 0 = no serial head, as in DFlash
+    markov_head_type: str | None = None   # vanilla, gated or rnn; None when r = 0
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     attention_bias: bool = False
-    attention_k_eq_v: bool = False         # gemma4: values are the raw keys
-    rotary_factor: float = 1.0             # share of a head that is rotated
-    softcap: float | None = None           # base logits are c*tanh(U/c)
+    attention_k_eq_v: bool = False        # gemma4: values are the raw keys
+    rotary_factor: float = 1.0            # share of a head that is rotated
+    softcap: float | None = None          # base logits are c*tanh(U/c)
     initializer_range: float = 0.02
-    target_hidden_size: int | None = None  # H of the target when it is not D
-    draft_vocab_size: int | None = None    # Vd tokens that can be proposed; None: all
-    quantization: dict | None = None       # module path -> {"bits", "group_size"}
-    calibration: dict | None = None        # "temps": gamma temperatures of the confidence logits, and their origin
+    target_hidden_size: int | None = None # H of the target when it is not D
+    draft_vocab_size: int | None = None   # Vd ids that can be proposed; None: all
+    quantization: dict | None = None      # module path -> {"bits", "group_size"}
+    calibration: dict | None = None       # "temps": gamma temperatures of the confidence logits, and their origin
 
     def __post_init__(self):
         self.target_layer_ids = tuple(self.target_layer_ids)
@@ -73,39 +70,40 @@ class DSparkConfig:
     @classmethod
     def from_dict(cls, d: dict) -> "DSparkConfig": return own_config(d) if "format_version" in d else published_config(d)
     def to_dict(self) -> dict: return {"format_version": FORMAT_VERSION} | asdict(self)
-
     @property
     def target_width(self) -> int: return self.target_hidden_size or self.hidden_size
 
-# %% ../nbs/05_dspark.ipynb #1ecaeab3
+# %% ../nbs/05_dspark.ipynb #f6de2697
+VARIANTS = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
+SEQ_HEADS = ("vanilla", "gated", "rnn")
+
 def _check_config(c: DSparkConfig):
     "Refuse what no drafter can be."
-    taps, L = c.target_layer_ids, c.num_target_layers
-    if c.variant not in VARIANTS.values():
-        raise ValueError(f"variant is one of {', '.join(VARIANTS.values())}, got {c.variant!r}")
-    if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1 or taps[-1] >= L:
-        raise ValueError(f"target_layer_ids must be strictly increasing in -1..{L - 1} (target of {L} layers), got {list(taps)}")
-    if not 0 <= c.mask_token_id < c.vocab_size:
-        raise ValueError(f"mask_token_id {c.mask_token_id} is outside the vocabulary of {c.vocab_size}")
-    if c.markov_rank and c.markov_head_type not in SEQ_HEADS:
-        raise ValueError(f"markov_head_type is one of {', '.join(SEQ_HEADS)} when markov_rank > 0, got {c.markov_head_type!r}")
-    if c.confidence_head_with_markov and not (c.markov_rank and c.enable_confidence_head):
-        raise ValueError("confidence_head_with_markov needs a confidence head and markov_rank > 0, got "
-                         f"enable_confidence_head={c.enable_confidence_head}, markov_rank={c.markov_rank}")
-    for name in ("block_size", "num_hidden_layers"):
-        if getattr(c, name) < 1: raise ValueError(f"{name} must be >= 1, got {getattr(c, name)}")
-    if c.num_attention_heads % c.num_key_value_heads:
-        raise ValueError(f"{c.num_attention_heads} heads cannot share {c.num_key_value_heads} key-value heads evenly")
-    if c.draft_vocab_size is not None and not 1 <= c.draft_vocab_size <= c.vocab_size:
-        raise ValueError(f"draft_vocab_size must be in 1..{c.vocab_size}, got {c.draft_vocab_size}")
-    if c.calibration and len(c.calibration["temps"]) != c.block_size:
-        raise ValueError(f"calibration has {len(c.calibration['temps'])} temperatures, a block has {c.block_size} positions")
+    def need(ok: bool, message: str):
+        if not ok: raise ValueError(message)
+    taps, L, heads = c.target_layer_ids, c.num_target_layers, ", ".join(SEQ_HEADS)
+    need(c.variant in VARIANTS.values(), f"variant is one of {', '.join(VARIANTS.values())}, got {c.variant!r}")
+    need(taps and list(taps) == sorted(set(taps)) and -1 <= taps[0] and taps[-1] < L,
+         f"target_layer_ids must be strictly increasing in -1..{L - 1} (a target of {L} layers), got {list(taps)}")
+    need(0 <= c.mask_token_id < c.vocab_size, f"mask_token_id {c.mask_token_id} is outside the vocabulary of {c.vocab_size}")
+    need(not c.markov_rank or c.markov_head_type in SEQ_HEADS,
+         f"markov_head_type is one of {heads} when markov_rank > 0, got {c.markov_head_type!r}")
+    need(not c.confidence_head_with_markov or (c.markov_rank and c.enable_confidence_head),
+         "confidence_head_with_markov needs a confidence head and markov_rank > 0, "
+         f"got enable_confidence_head={c.enable_confidence_head}, markov_rank={c.markov_rank}")
+    for name in ("block_size", "num_hidden_layers"): need(getattr(c, name) >= 1, f"{name} must be >= 1, got {getattr(c, name)}")
+    need(c.num_attention_heads % c.num_key_value_heads == 0,
+         f"{c.num_attention_heads} heads cannot share {c.num_key_value_heads} key-value heads evenly")
+    need(c.draft_vocab_size is None or 1 <= c.draft_vocab_size <= c.vocab_size,
+         f"draft_vocab_size must be in 1..{c.vocab_size}, got {c.draft_vocab_size}")
+    need(not c.calibration or len(c.calibration["temps"]) == c.block_size,
+         f"calibration must have {c.block_size} temperatures, one a position, got {c.calibration}")
 
-# %% ../nbs/05_dspark.ipynb #a4517ee4
-_ARCHITECTURE = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
-                 "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank", "enable_confidence_head",
-                 "initializer_range", "num_key_value_heads", "rope_parameters"}
-_GEOMETRY = {"qwen3": {"head_dim"}, "gemma4": {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "final_logit_softcapping"}}
+# %% ../nbs/05_dspark.ipynb #2f33f5d3
+_ARCHITECTURE = set("""vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps
+    initializer_range block_size mask_token_id target_layer_ids num_target_layers markov_rank enable_confidence_head rope_parameters""".split())
+_GEOMETRY = {"qwen3": {"head_dim"},
+             "gemma4": {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "final_logit_softcapping"}}
 _IF_ON = {"markov_head_type", "confidence_head_with_markov", "attention_bias", "attention_k_eq_v"}
 
 def published_config(d: dict) -> DSparkConfig:
@@ -113,19 +111,20 @@ def published_config(d: dict) -> DSparkConfig:
     arch = (d.get("architectures") or [d.get("model_type", "nameless")])[0]
     if "speculators_model_type" in d: arch = f"speculators {d['speculators_model_type']}"
     if arch not in VARIANTS:
-        raise ValueError(f"this is a {arch} package; readable are {', '.join(VARIANTS)} as DeepSeek publishes them, and save_drafter's folders")
+        raise ValueError(f"this is a {arch} package; readable are published {' and '.join(VARIANTS)}, and what save_drafter wrote")
     variant = VARIANTS[arch]
     if missing := sorted((_ARCHITECTURE | _GEOMETRY[variant]) - d.keys()):
         raise ValueError(f"config.json of a {arch} lacks {', '.join(missing)}")
     rope, known = d["rope_parameters"], "default"
-    names = (_ARCHITECTURE | _IF_ON) & d.keys() - {"rope_parameters"}
-    out = {name: d[name] for name in names} | {"variant": variant, "head_dim": d.get("head_dim")}
+    out = {name: d[name] for name in (_ARCHITECTURE | _IF_ON) - {"rope_parameters"} if name in d} | {"head_dim": d.get("head_dim")}
     if variant == "gemma4":
         rope, known = rope["full_attention"], "proportional"
+        out |= {"head_dim": d["global_head_dim"], "softcap": d["final_logit_softcapping"],
+                "rotary_factor": rope.get("partial_rotary_factor", 1.0)}
         if d["attention_k_eq_v"]: out["num_key_value_heads"] = d["num_global_key_value_heads"]
-        out |= {"head_dim": d["global_head_dim"], "rotary_factor": rope.get("partial_rotary_factor", 1.0), "softcap": d["final_logit_softcapping"]}
-    if rope.get("rope_type", "default") != known: raise ValueError(f"{arch} rotates with rope_type {known}, the config says {rope['rope_type']}")
-    return DSparkConfig(**out | {"rope_theta": rope["rope_theta"]})
+    kind = rope.get("rope_type", "default")
+    if kind != known: raise ValueError(f"{arch} rotates with rope_type {known}, the config says {kind}")
+    return DSparkConfig(**out, variant=variant, rope_theta=rope["rope_theta"])
 
 # %% ../nbs/05_dspark.ipynb #6fef11c2
 def block_attention(
@@ -170,7 +169,6 @@ class Attention(nn.Module):
         x: mx.array,      # (B, T, D) context vectors, or normed block inputs
         offset: mx.array, # (B,) position of the first row
     ) -> tuple[mx.array, mx.array]: # keys, values (B, kv, T, hd): normed, rotated
-        "Keys and values of `x`, ready to be attended to."
         c = self._c
         heads = lambda y: y.reshape(*x.shape[:2], c.num_key_value_heads, c.head_dim)
         raw = heads(self.k_proj(x))
@@ -180,8 +178,8 @@ class Attention(nn.Module):
 
     def __call__(self, y: mx.array, k_ctx: mx.array, v_ctx: mx.array, anchors: mx.array, visible, keep) -> mx.array:
         "Output (B, A, g, D) for normed block inputs `y` that start at positions `anchors` (B, A)."
-        (B, A, g, D), c, offset = y.shape, self._c, anchors.reshape(-1)
-        flat, kv, hd = y.reshape(B * A, g, D), c.num_key_value_heads, c.head_dim
+        (B, A, g, D), kv, hd = y.shape, self._c.num_key_value_heads, self._c.head_dim
+        flat, offset = y.reshape(B * A, g, D), anchors.reshape(-1)
         k, v = (t.reshape(B, A, kv, g, hd).swapaxes(1, 2) for t in self.keys_values(flat, offset))
         q = self._rope(self.q_norm(self.q_proj(flat).reshape(B * A, g, -1, hd)).swapaxes(1, 2), offset)
         out = block_attention((q * self._scale).reshape(B, A, kv, -1, hd).swapaxes(1, 2), k_ctx, v_ctx, k, v, visible)
@@ -222,6 +220,43 @@ class Layer(nn.Module):
         return x * self.layer_scalar
 
 # %% ../nbs/05_dspark.ipynb #ec679913
+class DraftCache:
+    "Context keys and values of all draft layers."
+    def __init__(
+        self,
+        kv: mx.array,              # (B, 2*N*kv_heads, capacity, hd) empty: keys, values of layer 0, keys of layer 1, ...
+        *,
+        window: int | None = None, # context positions kept a row; None: all
+    ):
+        self.kv, self.window = kv, window
+        self.lengths = [0] * kv.shape[0] # positions seen by each row = position of its next anchor
+
+    @property
+    def capacity(self) -> int: return self.kv.shape[2]
+
+    @property
+    def n_valid(self) -> list[int]: return [min(n, self.window or n) for n in self.lengths]
+
+    def layer(self, i: int, n_heads: int) -> tuple[mx.array, mx.array]: # each (B, n_heads, capacity, hd)
+        "Keys and values of layer `i`."
+        return tuple(self.kv[:, at:at + n_heads] for at in (2 * i * n_heads, (2 * i + 1) * n_heads))
+
+    def write(self, new: mx.array, n: list[int]):
+        "Store the first n[b] columns of `new` (B, R, c, hd) behind what row b has."
+        self.kv = _grown(self.kv, max(have + more for have, more in zip(self.lengths, n)), self.window)
+        alike = len(set(zip(self.lengths, n))) == 1
+        for b in range(1 if alike else len(n)):
+            rows = slice(None) if alike else slice(b, b + 1)
+            for src, dst, count in _spans(n[b], self.lengths[b], self.capacity):
+                self.kv[rows, :, dst:dst + count] = new[rows, :, src:src + count]
+        self.lengths = [have + more for have, more in zip(self.lengths, n)]
+
+    def load(self, kv: mx.array, lengths: list[int]):
+        "Take over saved columns (B, R, max(n_valid), hd)."
+        self.kv, self.lengths = _grown(self.kv, max(lengths), self.window), list(lengths)
+        self.kv[:, :, :kv.shape[2]] = kv
+
+# %% ../nbs/05_dspark.ipynb #a16bc6f1
 MIN_CAPACITY = 64
 
 def _spans(n: int, length: int, capacity: int):
@@ -241,48 +276,18 @@ def _grown(kv: mx.array, needed: int, window: int | None) -> mx.array:
     if capacity <= have: return kv
     return mx.concatenate([kv, mx.zeros((B, R, capacity - have, hd), kv.dtype)], axis=2)
 
-# %% ../nbs/05_dspark.ipynb #a16bc6f1
-class DraftCache:
-    "Context keys and values of all draft layers."
-    def __init__(
-        self,
-        kv: mx.array,              # (B, 2*N*kv_heads, capacity, hd) an empty buffer: keys, values of layer 0, keys of layer 1, ...
-        *,
-        window: int | None = None, # context positions kept a row; None: all
-    ):
-        self.kv, self.window = kv, window
-        self.lengths = [0] * kv.shape[0] # positions seen by each row = position of its next anchor
+def keep_rows(cache: DraftCache, rows: list[int]):
+    "Go on with these rows, in this order."
+    if len(set(rows)) < len(rows) or not set(rows) <= set(range(len(cache.lengths))):
+        raise ValueError(f"rows to keep must be distinct and in 0..{len(cache.lengths) - 1}, got {rows}")
+    cache.kv, cache.lengths = cache.kv[mx.array(rows, dtype=mx.int32)], [cache.lengths[b] for b in rows]
 
-    @property
-    def capacity(self) -> int: return self.kv.shape[2]
-
-    @property
-    def n_valid(self) -> list[int]: return [min(n, self.window or n) for n in self.lengths]
-
-    def layer(self, i: int, n_heads: int) -> tuple[mx.array, mx.array]:
-        "Keys and values (B, n_heads, capacity, hd) of layer `i`."
-        return self.kv[:, 2 * i * n_heads:(2 * i + 1) * n_heads], self.kv[:, (2 * i + 1) * n_heads:(2 * i + 2) * n_heads]
-
-    def write(self, new: mx.array, n: list[int]):
-        "Store the first n[b] columns of `new` (B, R, c, hd) behind what row b has."
-        self.kv = _grown(self.kv, max(have + more for have, more in zip(self.lengths, n)), self.window)
-        alike = len(set(zip(self.lengths, n))) == 1
-        for b in range(1 if alike else len(n)):
-            rows = slice(None) if alike else slice(b, b + 1)
-            for src, dst, count in _spans(n[b], self.lengths[b], self.capacity):
-                self.kv[rows, :, dst:dst + count] = new[rows, :, src:src + count]
-        self.lengths = [have + more for have, more in zip(self.lengths, n)]
-
-    def load(self, kv: mx.array, lengths: list[int]):
-        "Take over saved columns (B, R, max(n_valid), hd)."
-        self.kv, self.lengths = _grown(self.kv, max(lengths), self.window), list(lengths)
-        self.kv[:, :, :kv.shape[2]] = kv
-
-    def keep(self, rows: list[int]):
-        "Go on with these rows, in this order."
-        if len(set(rows)) < len(rows) or not set(rows) <= set(range(len(self.lengths))):
-            raise ValueError(f"rows to keep must be distinct and in 0..{len(self.lengths) - 1}, got {rows}")
-        self.kv, self.lengths = self.kv[mx.array(rows, dtype=mx.int32)], [self.lengths[b] for b in rows]
+def join_rows(cache: DraftCache, other: DraftCache):
+    "Put the rows of `other` behind those of `cache`; both have the same window."
+    if cache.window != other.window: raise ValueError(f"caches with windows {cache.window} and {other.window} cannot be joined")
+    width = max(cache.capacity, other.capacity)
+    cache.kv = mx.concatenate([_grown(c.kv, width, c.window) for c in (cache, other)])
+    cache.lengths = cache.lengths + other.lengths
 
 # %% ../nbs/05_dspark.ipynb #736193e6
 class MarkovHead(nn.Module):
@@ -319,7 +324,7 @@ class MarkovHead(nn.Module):
             out.append(x)
         return self.markov_w2(mx.stack(out, axis=-2))
 
-# %% ../nbs/05_dspark.ipynb #712ce1f2
+# %% ../nbs/05_dspark.ipynb #dc9883f3
 class ConfidenceHead(nn.Module):
     "Logit of c_k (eq. 7)."
     def __init__(self, c: DSparkConfig):
@@ -330,7 +335,6 @@ class ConfidenceHead(nn.Module):
     def __call__(self, h: mx.array, e: mx.array | None) -> mx.array: # (..., D), (..., r) -> (...)
         return self.proj(mx.concatenate([h, e], axis=-1) if self._with_markov else h)[..., 0]
 
-# %% ../nbs/05_dspark.ipynb #3d5aa407
 @dataclass
 class Shared:
     "What a drafter borrows from its target."
@@ -339,67 +343,75 @@ class Shared:
 
 def check_fits(c: DSparkConfig, dims: Dims):
     "Refuse a drafter that was made for another target."
-    for what, found, wanted in (("vocabulary", c.vocab_size, dims.vocab_size), ("hidden size", c.target_width, dims.hidden_size),
-                                ("depth", c.num_target_layers, dims.n_layers)):
-        if found != wanted: raise ValueError(f"drafter made for a target {what} of {found}, this {dims.model_type} target has {wanted}")
+    pairs = {"vocabulary": (c.vocab_size, dims.vocab_size), "hidden size": (c.target_width, dims.hidden_size),
+             "depth": (c.num_target_layers, dims.n_layers)}
+    for what, (found, wanted) in pairs.items():
+        if found != wanted: raise ValueError(f"drafter is for a target {what} of {found}, this {dims.model_type} target has {wanted}")
 
-# %% ../nbs/05_dspark.ipynb #e6ec0d98
+
+def initialize(drafter: nn.Module, std: float):
+    "Random start of a drafter; the RNN head starts as the Markov head."
+    fresh = []
+    for name, p in tree_flatten(drafter.parameters()):
+        if p.ndim == 2: fresh.append((name, mx.random.normal(p.shape, scale=std)))
+        elif name.endswith("bias"): fresh.append((name, mx.zeros_like(p)))
+    drafter.load_weights(fresh, strict=False)
+    if drafter.config.markov_rank and drafter.config.markov_head_type == "rnn":
+        proj, r = drafter.markov_head.joint_proj, drafter.config.markov_rank
+        proj.weight = mx.concatenate([proj.weight[:2 * r], mx.eye(r, proj.weight.shape[1], k=r)])
+
+# %% ../nbs/05_dspark.ipynb #1c105b49
 class Backbone(nn.Module):
     "Context projection (eq. 2), draft layers, and what is shared with the target."
     def __init__(self, config: DSparkConfig):
         super().__init__()
-        c = self._c = config
-        self.fc = nn.Linear(len(c.target_layer_ids) * c.target_width, c.hidden_size, bias=False)
-        self.hidden_norm, self.norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps), nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        c, D, H = config, config.hidden_size, config.target_width
+        self.config, self._shared = c, None
+        self.fc = nn.Linear(len(c.target_layer_ids) * H, D, bias=False)
+        self.hidden_norm, self.norm = nn.RMSNorm(D, c.rms_norm_eps), nn.RMSNorm(D, c.rms_norm_eps)
         self.layers = [Layer(c) for _ in range(c.num_hidden_layers)]
-        self._shared = None
-        if c.target_hidden_size is None: return
-        self.embed_proj = nn.Linear(c.target_hidden_size, c.hidden_size, bias=False)
-        self.out_proj = nn.Linear(c.hidden_size, c.target_hidden_size, bias=False)
-
-    @property
-    def config(self) -> DSparkConfig: return self._c
+        if H != D: self.embed_proj, self.out_proj = nn.Linear(H, D, bias=False), nn.Linear(D, H, bias=False)
 
     @property
     def dtype(self) -> mx.Dtype: return self.norm.weight.dtype
-
-    def context(self, features: mx.array) -> mx.array:
-        "H_ctx (eq. 2): (B, c, m*H) tapped states -> (B, c, D)."
-        wanted = len(self._c.target_layer_ids) * self._c.target_width
-        if features.ndim != 3 or features.shape[-1] != wanted:
-            raise ValueError(f"features of taps {self._c.target_layer_ids} must be (B, c, {wanted}), got {features.shape}")
-        return self.hidden_norm(self.fc(features.astype(self.dtype)))
-
-    def embed(self, ids: mx.array) -> mx.array:
-        "Block inputs (..., D) of ids (...); Gemma scales them by sqrt(H), rounded to the dtype first."
-        x = (self.embed_tokens if "embed_tokens" in self else self.shared.embed)(ids)
-        if self._c.variant == "gemma4": x = x * mx.array(self._c.target_width**0.5, x.dtype)
-        return self.embed_proj(x) if "embed_proj" in self else x
-
-    def base_logits(self, h: mx.array) -> mx.array:
-        "U (eq. 4) of h (..., D); capped before any bias is added."
-        if "out_proj" in self: h = self.out_proj(h)
-        head, cap = self.lm_head if "lm_head" in self else self.shared.head, self._c.softcap
-        U = head.as_linear(h) if hasattr(head, "as_linear") else head(h)
-        return U if cap is None else cap * mx.tanh(U / cap)
 
     @property
     def shared(self) -> Shared:
         if self._shared is None: raise ValueError("this drafter borrows embedding and head: bind(model) first")
         return self._shared
 
-# %% ../nbs/05_dspark.ipynb #dfca3285
+    def context(self, features: mx.array) -> mx.array:
+        "H_ctx (eq. 2): (B, c, m*H) tapped states -> (B, c, D)."
+        wanted = len(self.config.target_layer_ids) * self.config.target_width
+        if features.ndim != 3 or features.shape[-1] != wanted:
+            raise ValueError(f"features of taps {self.config.target_layer_ids} must be (B, c, {wanted}), got {features.shape}")
+        return self.hidden_norm(self.fc(features.astype(self.dtype)))
+
+    def embed(self, ids: mx.array) -> mx.array:
+        "Block inputs (..., D) of ids (...); Gemma scales them by sqrt(H), rounded to the dtype first."
+        x = (self.embed_tokens if "embed_tokens" in self else self.shared.embed)(ids)
+        if self.config.variant == "gemma4": x = x * mx.array(self.config.target_width**0.5, x.dtype)
+        return self.embed_proj(x) if "embed_proj" in self else x
+
+    def base_logits(self, h: mx.array) -> mx.array:
+        "U (eq. 4) of h (..., D); capped before any bias is added."
+        if "out_proj" in self: h = self.out_proj(h)
+        head, cap = self.lm_head if "lm_head" in self else self.shared.head, self.config.softcap
+        U = head.as_linear(h) if hasattr(head, "as_linear") else head(h)
+        return U if cap is None else cap * mx.tanh(U / cap)
+
+# %% ../nbs/05_dspark.ipynb #af4c59b0
 class BlockPass(Backbone):
     "The parallel half: hidden states h of draft blocks."
     def _run(self, first: mx.array, contexts, anchors: mx.array, visible, keep=None) -> mx.array:
         "h (B, A, g, D) of blocks that start with tokens `first` (B, A) at positions `anchors`."
-        masks = mx.full((*first.shape, self._c.block_size - 1), self._c.mask_token_id, first.dtype)
+        masks = mx.full((*first.shape, self.config.block_size - 1), self.config.mask_token_id, first.dtype)
         x = self.embed(mx.concatenate([first[..., None], masks], axis=-1))
         for layer, (k, v) in zip(self.layers, contexts): x = layer(x, k, v, anchors, visible, keep)
         return self.norm(x)
 
     def _block(self, anchor: mx.array, kv: mx.array, start: mx.array, n_valid: mx.array | None) -> mx.array:
-        heads = self._c.num_key_value_heads
+        heads = self.config.num_key_value_heads
         contexts = ((kv[:, i:i + heads], kv[:, i + heads:i + 2 * heads]) for i in range(0, kv.shape[1], 2 * heads))
         visible = None if n_valid is None else (mx.arange(kv.shape[2]) < n_valid[:, None])[:, None, None, None]
         return self._run(anchor[:, None], contexts, start[:, None], visible)[:, 0]
@@ -416,7 +428,7 @@ class BlockPass(Backbone):
         keep: mx.array,     # (B, A) bool; false: an unused slot
     ) -> mx.array:          # (B, A, g, D)
         "All blocks of a batch in one pass (section 9)."
-        first = mx.where(keep, mx.take_along_axis(tokens, anchors, axis=1), self._c.mask_token_id)
+        first = mx.where(keep, mx.take_along_axis(tokens, anchors, axis=1), self.config.mask_token_id)
         ctx, zero = self.context(features), mx.zeros((tokens.shape[0],), mx.int32)
         contexts = (layer.self_attn.keys_values(ctx, zero) for layer in self.layers)
         visible = (mx.arange(features.shape[1]) < anchors[..., None])[:, None, :, None]
@@ -428,19 +440,7 @@ def _columns(cache: DraftCache) -> tuple[mx.array, mx.array, mx.array | None]:
     used, start = max(1, *n), mx.array(cache.lengths)
     return cache.kv[:, :, :used], start, None if min(n) == used else mx.array(n)
 
-# %% ../nbs/05_dspark.ipynb #ce0a51c5
-def initialize(drafter: nn.Module, std: float):
-    "Random start of a drafter; the RNN head starts as the Markov head."
-    fresh = []
-    for name, p in tree_flatten(drafter.parameters()):
-        if p.ndim == 2: fresh.append((name, mx.random.normal(p.shape, scale=std)))
-        elif name.endswith("bias"): fresh.append((name, mx.zeros_like(p)))
-    drafter.load_weights(fresh, strict=False)
-    if drafter.config.markov_rank and drafter.config.markov_head_type == "rnn":
-        proj, r = drafter.markov_head.joint_proj, drafter.config.markov_rank
-        proj.weight = mx.concatenate([proj.weight[:2 * r], mx.eye(r, proj.weight.shape[1], k=r)])
-
-# %% ../nbs/05_dspark.ipynb #1e43bcc5
+# %% ../nbs/05_dspark.ipynb #68df257b
 class DraftKind(NamedTuple):
     "What one draft step computes; a compiled step exists for each kind."
     n: int                # tokens wanted
@@ -464,17 +464,17 @@ class SerialHeads(BlockPass):
     ) -> tuple[mx.array, mx.array | None]: # logits (..., g, V or Vd), confidence logits (..., g) or None
         "Corrected logits and confidences under given previous tokens (training)."
         U, e = self.base_logits(h), None
-        if self._c.markov_rank:
+        if self.config.markov_rank:
             e = self.markov_head.markov_w1(prev if self._vocab is None else self._vocab.row(prev))
             U = U + self.markov_head(h, e)
-        return U, self.confidence_head(h, e) if self._c.enable_confidence_head else None
+        return U, self.confidence_head(h, e) if self.config.enable_confidence_head else None
 
     def _confidence(self, h: mx.array, e: mx.array | None) -> mx.array: # (B, n) in 0..1
         logits = self.confidence_head(h, e).astype(mx.float32)
-        if self._c.calibration: logits = logits / mx.array(self._c.calibration["temps"][:logits.shape[1]])
+        if self.config.calibration: logits = logits / mx.array(self.config.calibration["temps"][:logits.shape[1]])
         return mx.sigmoid(logits)
 
-# %% ../nbs/05_dspark.ipynb #3c16b274
+# %% ../nbs/05_dspark.ipynb #d0f13a44
 class Chain(SerialHeads):
     "Drafting from hidden states, left to right."
     def _pick(self, logits: mx.array, kind: DraftKind, draw) -> tuple[mx.array, mx.array | None]:
@@ -489,7 +489,7 @@ class Chain(SerialHeads):
         tokens, laws, es = [], [], []
         for k in range(kind.n):
             logits = U[:, k]
-            if self._c.markov_rank:
+            if self.config.markov_rank:
                 es.append(self.markov_head.markov_w1(prev))
                 x, s = self.markov_head.step(h[:, k], es[-1], s)
                 logits = logits + self.markov_head.markov_w2(x)
@@ -505,7 +505,7 @@ class Chain(SerialHeads):
     def _propose(self, kind: DraftKind, anchor, kv, start, n_valid, draws=None) -> list[mx.array]:
         return self._chain(self._block(anchor, kv, start, n_valid)[:, :kind.n], anchor, draws, kind)
 
-# %% ../nbs/05_dspark.ipynb #9df3cca8
+# %% ../nbs/05_dspark.ipynb #c4614bba
 @dataclass
 class DraftVocab:
     "The ids that a drafter can propose."
@@ -515,13 +515,12 @@ class DraftVocab:
     @classmethod
     def of(cls, d2t: mx.array | None, c: DSparkConfig) -> "DraftVocab | None":
         "From `d2t`, which must go with the configuration."
-        if (d2t is None) != (c.draft_vocab_size is None):
-            raise ValueError(f"draft_vocab_size is {c.draft_vocab_size} and d2t is {'missing' if d2t is None else 'given'}: both or neither")
+        Vd = c.draft_vocab_size
+        if (d2t is None) != (Vd is None): raise ValueError(f"draft_vocab_size {Vd} with{'out' if d2t is None else ''} d2t: both or neither")
         if d2t is None: return None
         ids = np.array(d2t)
-        if ids.shape != (c.draft_vocab_size,) or len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= c.vocab_size:
-            raise ValueError(f"d2t must be {c.draft_vocab_size} distinct ids in 0..{c.vocab_size - 1}, got shape {ids.shape}, "
-                             f"{len(set(ids.tolist()))} distinct, {ids.min()}..{ids.max()}")
+        if ids.shape != (Vd,) or len(np.unique(ids)) < Vd or ids.min() < 0 or ids.max() >= c.vocab_size:
+            raise ValueError(f"d2t must be {Vd} distinct ids in 0..{c.vocab_size - 1}, got {ids.shape} in {ids.min()}..{ids.max()}")
         t2d = np.full(c.vocab_size, -1, np.int32)
         t2d[ids] = np.arange(len(ids))
         return cls(mx.array(ids.astype(np.int32)), mx.array(t2d))
@@ -543,7 +542,7 @@ def head_rows(head: nn.Module, rows: mx.array) -> nn.Module:
         if small.get(name) is not None: small[name] = small[name][rows]
     return small
 
-# %% ../nbs/05_dspark.ipynb #db198a8a
+# %% ../nbs/05_dspark.ipynb #7204a439
 class DSparkDrafter(Chain):
     "A DSpark drafter; its parameters carry the names of the published checkpoints."
     def __init__(
@@ -553,12 +552,12 @@ class DSparkDrafter(Chain):
     ):
         super().__init__(config, d2t)
         initialize(self, config.initializer_range)
-        self.compiled = None # whether draft steps are compiled; None: on a GPU only
+        self.compiled = None # whether draft steps are compiled; None: on Metal
 
     def bind(self, model: nn.Module) -> "DSparkDrafter":
         "Share the target's embedding and head."
-        target, how = parts(model), (self._c.quantization or {}).get("lm_head")
-        check_fits(self._c, target.dims)
+        target, how = parts(model), (self.config.quantization or {}).get("lm_head")
+        check_fits(self.config, target.dims)
         head = target.embed_tokens if target.lm_head is None else target.lm_head
         if self._vocab is not None: head = head_rows(head, self._vocab.d2t)
         if how is not None and "lm_head" not in self: head = quantized_head(head, **how)
@@ -574,8 +573,8 @@ class DSparkDrafter(Chain):
     def make_cache(self, batch_size: int = 1, *, window: int | None = None) -> DraftCache:
         "An empty draft cache."
         if window is not None and window < 1: raise ValueError(f"window must be at least 1 position, got {window}")
-        rows, width = 2 * self._c.num_hidden_layers * self._c.num_key_value_heads, min(MIN_CAPACITY, window or MIN_CAPACITY)
-        return DraftCache(mx.zeros((batch_size, rows, width, self._c.head_dim), self.dtype), window=window)
+        rows, width = 2 * self.config.num_hidden_layers * self.config.num_key_value_heads, min(MIN_CAPACITY, window or MIN_CAPACITY)
+        return DraftCache(mx.zeros((batch_size, rows, width, self.config.head_dim), self.dtype), window=window)
 
     def extend(self, features, cache, n=None): extend_cache(self, features, cache, n)
     def draft(self, anchor, cache, n, **how) -> Draft: return draft_block(self, anchor, cache, n, **how)
@@ -617,10 +616,11 @@ def draft_block(
     "Propose `n` tokens a row (sections 4 and 5); the same tokens whatever is wanted."
     c = drafter.config
     if not 1 <= n <= c.block_size: raise ValueError(f"a block proposes 1..{c.block_size} tokens, asked for {n}")
-    kind = DraftKind(n, sampling, u is not None, want_probs and not sampling.greedy, want_confidence and c.enable_confidence_head)
-    draws = () if sampling.greedy else (u,) if u is not None else (mx.random.split(_some_key() if key is None else key, n),)
-    compiled = drafter.compiled if drafter.compiled is not None else mx.default_device().type == mx.gpu
-    if compiled: out = _compiled(drafter, kind)(anchor, cache.kv, mx.array(cache.lengths), mx.array(cache.n_valid), *draws)
+    sampled = not sampling.greedy
+    kind = DraftKind(n, sampling, u is not None, want_probs and sampled, want_confidence and c.enable_confidence_head)
+    draws = ()
+    if sampled: draws = (mx.random.split(_some_key() if key is None else key, n) if u is None else u,)
+    if mx.metal.is_available() if drafter.compiled is None else drafter.compiled: out = _compiled(drafter, kind)(anchor, cache.kv, mx.array(cache.lengths), mx.array(cache.n_valid), *draws)
     else: out = drafter._propose(kind, anchor, *_columns(cache), *draws)
     tokens, rest = out[0], list(out[1:])
     return Draft(tokens, rest.pop(0) if kind.want_probs else None, rest.pop(0) if kind.want_confidence else None)
@@ -637,7 +637,7 @@ def _compiled(drafter: DSparkDrafter, kind: DraftKind):
 
 # %% ../nbs/05_dspark.ipynb #b11458d3
 FORMAT_VERSION = 2
-_UPGRADE = {1: lambda d: d | {"target_hidden_size": None, "draft_vocab_size": None, "quantization": None, "calibration": None}}
+_UPGRADE = {1: lambda d: d | dict.fromkeys(("target_hidden_size", "draft_vocab_size", "quantization", "calibration"))}
 
 def own_config(d: dict) -> DSparkConfig:
     "The drafter that a config.json of `save_drafter` describes, of this format or an older one."
@@ -647,7 +647,8 @@ def own_config(d: dict) -> DSparkConfig:
     for step in range(version, FORMAT_VERSION): d = _UPGRADE[step](d)
     d = {k: v for k, v in d.items() if k not in ("format_version", "sha256")}
     names = {f.name for f in fields(DSparkConfig)}
-    if d.keys() != names: raise ValueError(f"config.json of format {version}: missing {sorted(names - d.keys())}, unknown {sorted(d.keys() - names)}")
+    if d.keys() != names:
+        raise ValueError(f"config.json of format {version} lacks {sorted(names - d.keys())}, has unknown {sorted(d.keys() - names)}")
     return DSparkConfig(**d)
 
 def save_drafter(drafter: DSparkDrafter, folder: str | os.PathLike):
@@ -661,21 +662,22 @@ def save_drafter(drafter: DSparkDrafter, folder: str | os.PathLike):
     os.replace(part, folder / "model.safetensors")
     write_atomic(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
-# %% ../nbs/05_dspark.ipynb #b1f0c1bf
+# %% ../nbs/05_dspark.ipynb #7ec82fee
 def find_drafter(path_or_repo: str | os.PathLike) -> Path:
     "A folder with config.json: given, shipped with the package, or fetched from the Hugging Face hub."
-    folder, shipped = Path(path_or_repo).expanduser(), Path(mlx_spark.__file__).parent / "drafters"
-    if (shipped / str(path_or_repo) / "config.json").exists(): return shipped / str(path_or_repo)
-    if folder.is_file(): raise ValueError(f"{folder} is a single {folder.suffix} file; a drafter is a folder with config.json and safetensors")
+    name, folder, shipped = str(path_or_repo), Path(path_or_repo).expanduser(), Path(mlx_spark.__file__).parent / "drafters"
+    if (shipped / name / "config.json").exists(): return shipped / name
+    if folder.is_file(): raise ValueError(f"{folder} is a single {folder.suffix} file, a drafter is a folder with config.json")
     if not folder.is_dir():
-        if str(path_or_repo).count("/") != 1 or str(path_or_repo)[0] in "./~":
-            known = sorted(p.parent.name for p in shipped.glob("*/config.json"))
-            raise FileNotFoundError(f"no drafter {str(path_or_repo)!r}: not a folder, not a hub repo, not shipped ({', '.join(known) or 'none'})")
+        if name.count("/") != 1 or name[0] in "./~":
+            known = ", ".join(sorted(p.parent.name for p in shipped.glob("*/config.json"))) or "none"
+            raise FileNotFoundError(f"no drafter {name!r}: not a folder, not a hub repo, not shipped ({known})")
         from huggingface_hub import snapshot_download
-        folder = Path(snapshot_download(str(path_or_repo), allow_patterns=["*.json", "*.safetensors"]))
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     if not (folder / "config.json").exists():
-        kind = "a LoRA adapter" if (folder / "adapter_config.json").exists() else f"files {sorted(p.name for p in folder.iterdir())[:5]}"
-        raise ValueError(f"{folder} has no config.json but {kind}; a drafter is a folder with config.json and safetensors")
+        files = sorted(p.name for p in folder.iterdir())
+        kind = "is a LoRA adapter" if "adapter_config.json" in files else f"holds {files[:5]}"
+        raise ValueError(f"{folder} {kind}, a drafter is a folder with config.json and safetensors")
     return folder
 
 def read_weights(folder: Path, config: dict) -> dict[str, mx.array]:
@@ -683,44 +685,46 @@ def read_weights(folder: Path, config: dict) -> dict[str, mx.array]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files: raise ValueError(f"{folder} has no model*.safetensors but {sorted(p.name for p in folder.iterdir())[:5]}")
     if "sha256" in config and sha256_file(files[0]) != config["sha256"]:
-        raise ValueError(f"{files[0]} is not the file that config.json was written for (sha256 differs): copy the drafter again")
+        raise ValueError(f"{files[0]} is not the file that its config.json was written for: sha256 differs")
     return {name: w for file in files for name, w in mx.load(str(file)).items()}
 
-# %% ../nbs/05_dspark.ipynb #48a6c405
+# %% ../nbs/05_dspark.ipynb #5478bd09
 def check_tensors(drafter: nn.Module, weights: dict[str, mx.array]):
     "Every tensor present, none too many, shapes right, all numbers finite."
-    wanted, some = dict(tree_flatten(drafter.parameters())), lambda names: ", ".join(sorted(names)[:6]) + (", ..." if len(names) > 6 else "")
-    if missing := wanted.keys() - weights.keys(): raise ValueError(f"drafter lacks tensors: {some(missing)}")
-    if extra := weights.keys() - wanted.keys(): raise ValueError(f"drafter has tensors that its config.json does not explain: {some(extra)}")
+    some = lambda names: ", ".join(sorted(names)[:6]) + (", ..." if len(names) > 6 else "")
+    wanted = dict(tree_flatten(drafter.parameters()))
+    if lost := wanted.keys() - weights.keys(): raise ValueError(f"drafter lacks tensors: {some(lost)}")
+    if extra := weights.keys() - wanted.keys(): raise ValueError(f"config.json does not explain the tensors {some(extra)}")
     for name, w in weights.items():
         if w.shape != wanted[name].shape: raise ValueError(f"{name} is {w.shape}, the config wants {wanted[name].shape}")
     finite = {name: mx.isfinite(w).all() for name, w in weights.items() if mx.issubdtype(w.dtype, mx.floating)}
     mx.eval(finite)
-    if bad := [name for name, ok in finite.items() if not ok.item()]: raise ValueError(f"drafter has NaN or infinity in {some(bad)}")
+    if bad := [name for name, ok in finite.items() if not ok.item()]: raise ValueError(f"NaN or infinity in {some(bad)}")
 
 def _keep_own(drafter: DSparkDrafter, weights: dict[str, mx.array], target: Parts, share: bool | None):
     "Decide for embedding and head: the target's, or the drafter's own copy as a frozen module."
-    c = drafter.config
-    head = target.embed_tokens if target.lm_head is None else target.lm_head
-    for name, theirs in (("embed_tokens", target.embed_tokens), ("lm_head", head)):
-        own = weights.get(f"{name}.weight")
-        if own is None: continue
-        plain = f"{name}.scales" not in weights and own.shape == theirs.weight.shape
-        if share or (share is None and plain and mx.array_equal(own.astype(theirs.weight.dtype), theirs.weight).item()):
+    c, H = drafter.config, drafter.config.target_width
+    own = {"embed_tokens": lambda: nn.Embedding(c.vocab_size, H),
+           "lm_head": lambda: nn.Linear(H, c.draft_vocab_size or c.vocab_size, bias=False)}
+    theirs = {"embed_tokens": target.embed_tokens, "lm_head": target.embed_tokens if target.lm_head is None else target.lm_head}
+    for name, module in own.items():
+        w, t = weights.get(f"{name}.weight"), theirs[name].weight
+        if w is None: continue
+        equal = share is None and w.shape == t.shape and mx.array_equal(w.astype(t.dtype), t).item()
+        if share or equal:
             for part in ("weight", "scales", "biases"): weights.pop(f"{name}.{part}", None)
-            continue
-        rows = (c.draft_vocab_size or c.vocab_size) if name == "lm_head" else c.vocab_size
-        drafter[name] = nn.Linear(c.target_width, rows, bias=False) if name == "lm_head" else nn.Embedding(rows, c.target_width)
-        drafter[name].freeze()
+        else:
+            drafter[name] = module()
+            drafter[name].freeze()
 
-# %% ../nbs/05_dspark.ipynb #08a77e1b
+# %% ../nbs/05_dspark.ipynb #4e797cc1
 def load_drafter(
     path_or_repo: str | os.PathLike, # folder, name of a shipped drafter, or Hugging Face repo
     model: nn.Module,                # mlx-lm model it will draft for
     *,
     dtype: mx.Dtype | None = None,   # of the weights; None: the target's
     bits: int | None = None,         # quantize after loading; None: as stored
-    share: bool | None = None,       # use the target's embedding and head: always, never, or (None) when the drafter's are equal
+    share: bool | None = None,       # use the target's embedding and head; None: when the drafter's are equal or absent
     dequantize: bool | None = None,  # unpack stored quantized weights; None: on a CPU, where that is faster
 ) -> DSparkDrafter:
     "A drafter as DeepSeek publishes them, or as `save_drafter` wrote it; refused when it does not fit the model."
@@ -754,14 +758,16 @@ def quantize_drafter(
     group_size: int = 64,            # or the largest of 64, 32 that divides a matrix's width
 ) -> DSparkDrafter:
     "Quantize in place. The confidence head and matrices whose width no group divides stay as they are."
-    special = {"lm_head": head_bits, "embed_tokens": head_bits, "markov_head.markov_w1": markov_bits, "markov_head.markov_w2": markov_bits,
-               "confidence_head.proj": None}
+    special = dict.fromkeys(("lm_head", "embed_tokens"), head_bits) | {"confidence_head.proj": None}
+    special |= dict.fromkeys(("markov_head.markov_w1", "markov_head.markov_w2"), markov_bits)
     modules = tree_flatten(drafter.leaf_modules(), is_leaf=nn.Module.is_module)
     widths = {path: m.weight.shape[-1] for path, m in modules if hasattr(m, "to_quantized")}
     if "lm_head" not in drafter: widths["lm_head"] = drafter.config.target_width
-    groups = {path: next((g for g in (group_size, 64, 32) if g <= group_size and width % g == 0), None) for path, width in widths.items()}
-    plan = {path: {"bits": special.get(path, bits), "group_size": g} for path, g in groups.items() if g and special.get(path, bits)}
-    if not plan: raise ValueError(f"nothing to quantize: no bits asked for, or no matrix whose width (of {sorted(set(widths.values()))}) is a multiple of 32")
+    plan = {}
+    for path, width in widths.items():
+        groups = [g for g in (group_size, 64, 32) if g <= group_size and width % g == 0]
+        if groups and special.get(path, bits): plan[path] = {"bits": special.get(path, bits), "group_size": groups[0]}
+    if not plan: raise ValueError(f"nothing to quantize to {bits} bits among widths {sorted(set(widths.values()))}: groups are 64 or 32 wide")
     _pack(drafter, plan)
     drafter.config.quantization = (drafter.config.quantization or {}) | plan
     if "lm_head" in plan and "lm_head" not in drafter: drafter.shared.head = quantized_head(drafter.shared.head, **plan["lm_head"])
@@ -808,10 +814,7 @@ class DSparkSource(DraftSource):
     name = "dspark"
 
     def __init__(
-        self,
-        drafter: DSparkDrafter,
-        target: nn.Module,
-        *,
+        self, drafter: DSparkDrafter, target: nn.Module, *,
         window: int | None = None,    # context positions that the drafter keeps; None: all
         max_draft: int | None = None, # tokens a round; None: the whole block
     ):
@@ -820,7 +823,6 @@ class DSparkSource(DraftSource):
         if drafter._shared is None or drafter._shared.embed is not parts(target).embed_tokens: drafter.bind(target)
         self.drafter, self.window, self.max_draft = drafter, window, max_draft or gamma
         self.tap_layers = drafter.config.target_layer_ids
-        self.start([], target=target, cache=[], sampling=Sampling())
 
     def start(self, prompts, *, target, cache, sampling):
         self.cache, self.sampling = self.drafter.make_cache(len(prompts), window=self.window), sampling
@@ -828,22 +830,24 @@ class DSparkSource(DraftSource):
     def propose(self, anchor, n, *, key=None, want_probs=False, want_confidence=False):
         anchor, n = mx.array(anchor, dtype=mx.uint32), min(n, self.drafter.config.block_size)
         if n < 1: return Draft(mx.zeros((len(anchor), 0), dtype=mx.uint32))
-        return self.drafter.draft(anchor, self.cache, n, sampling=self.sampling, key=key, want_probs=want_probs, want_confidence=want_confidence)
+        wants = dict(want_probs=want_probs, want_confidence=want_confidence)
+        return self.drafter.draft(anchor, self.cache, n, sampling=self.sampling, key=key, **wants)
 
     def observe(self, committed, n_committed, taps=None):
-        if taps is None: raise ValueError(f"a DSpark drafter lives on the hidden states of layers {self.tap_layers}, got none")
+        if taps is None: raise ValueError(f"a DSpark drafter needs the hidden states of layers {self.tap_layers}, got none")
         self.drafter.extend(taps, self.cache, n_committed)
         if taps.shape[1] > self.drafter.config.block_size + 1: mx.async_eval(self.cache.kv)
 
-    def keep(self, rows): self.cache.keep(rows)
+    def keep(self, rows): keep_rows(self.cache, rows)
+    def join(self, other: "DSparkSource"): join_rows(self.cache, other.cache)
 
     def state(self):
-        facts = {"source": self.name, "lengths": self.cache.lengths, "window": self.window, "taps": list(self.tap_layers)}
+        facts = {"source": self.name, "taps": list(self.tap_layers), "window": self.window, "lengths": self.cache.lengths}
         return {"kv": self.cache.kv[:, :, :max(self.cache.n_valid)]}, facts
 
     def restore(self, arrays, meta):
-        wanted = {"source": self.name, "window": self.window, "taps": list(self.tap_layers)}
-        found = {k: meta.get(k) for k in wanted} | {"shape": [arrays["kv"].shape[i] for i in (0, 1, 3)]}
-        wanted["shape"] = [self.cache.kv.shape[i] for i in (0, 1, 3)]
-        if found != wanted: raise ValueError(f"saved draft cache {found} does not fit {wanted}")
+        shapes = lambda kv: [kv.shape[i] for i in (0, 1, 3)]
+        found, wanted = ({k: facts.get(k) for k in ("source", "taps", "window")} | {"shape": shapes(kv)}
+                         for facts, kv in ((meta, arrays["kv"]), (self.state()[1], self.cache.kv)))
+        if found != wanted: raise ValueError(f"a saved draft cache of {found} does not fit {wanted}")
         self.cache.load(arrays["kv"], meta["lengths"])

@@ -41,7 +41,7 @@ class DraftSource:
         raise NotImplementedError(f"{type(self).__name__} has no propose")
 
     def observe(self, committed, n_committed: list[int], taps: mx.array | None = None) -> None:
-        "Row b's first `n_committed[b]` tokens of `committed` (B, m) have target KV now; `taps` (B, m, n_taps*D) are theirs."
+        "The first `n_committed[b]` tokens of row b of `committed` (B, m) now have target KV; `taps` are theirs."
 
     def keep(self, rows: list[int]) -> None:
         "Go on with these rows only, in this order."
@@ -61,14 +61,17 @@ def _pick(rows: list, wanted: list[int]) -> list:
         raise ValueError(f"rows to keep must be distinct and within 0..{len(rows) - 1}, got {wanted}")
     return [rows[b] for b in wanted]
 
+def _host(tokens) -> list: return tokens.tolist() if isinstance(tokens, mx.array) else tokens
+
 def _check_rows(rows: list, tokens) -> None:
     "Refuse tokens of another number of rows."
     if len(tokens) != len(rows): raise ValueError(f"got tokens of {len(tokens)} rows, the source has {len(rows)}")
 
 def _check_state(meta: dict, name: str, n_rows: int | None = None) -> None:
     "Refuse a saved state that belongs to another source or batch."
-    if meta.get("source") != name: raise ValueError(f"a state of source {meta.get('source')!r} doesn't fit source {name!r}")
-    if meta.get("n_rows") != n_rows: raise ValueError(f"a state of {meta.get('n_rows')} rows doesn't fit {n_rows} prompts")
+    source, rows = meta.get("source"), meta.get("n_rows")
+    if source != name: raise ValueError(f"a state of source {source!r} doesn't fit source {name!r}")
+    if rows != n_rows: raise ValueError(f"a state of {rows} rows doesn't fit {n_rows} prompts")
 
 # %% ../nbs/12_sources.ipynb #068cccd9
 class NoSource(DraftSource):
@@ -101,8 +104,6 @@ class _History:
         return []
 
 # %% ../nbs/12_sources.ipynb #4eadad71
-def _host(tokens) -> list: return tokens.tolist() if isinstance(tokens, mx.array) else tokens
-
 class PromptLookup(DraftSource):
     "Proposes what stood behind the last appearance of the newest `ngram` tokens, or of fewer, down to `min_ngram`."
     name = "prompt-lookup"
@@ -115,7 +116,7 @@ class PromptLookup(DraftSource):
         min_ngram: int = 2, # shortest one, 1..ngram
     ):
         if max_draft < 1: raise ValueError(f"max_draft must be >= 1, got {max_draft}")
-        if not 1 <= min_ngram <= ngram: raise ValueError(f"1 <= min_ngram <= ngram is wanted, got {min_ngram} and {ngram}")
+        if not 1 <= min_ngram <= ngram: raise ValueError(f"1 <= min_ngram <= ngram wanted, got {min_ngram}, {ngram}")
         self.max_draft, self.ngram, self.min_ngram, self.rows = max_draft, ngram, min_ngram, []
 
     def start(self, prompts, *, target, cache, sampling): self.rows = self._fresh(len(prompts))
@@ -185,24 +186,28 @@ def _draft_row(row: _Row, anchor: mx.array, n: int, sampling: Sampling, key, wan
     return [mx.stack(x, axis=1) if x else None for x in (tokens, probs, confidence)]
 
 # %% ../nbs/12_sources.ipynb #0c5c4973
+def _kinds(rows: list[_Row]) -> list: return [[type(c).__name__ for c in row.cache] for row in rows]
+
 def _pack(rows: list[_Row]) -> tuple[dict[str, mx.array], dict]:
-    "Copies of all arrays of the rows, and the plain values between them."
+    "Copies of all arrays of the rows; what else there is to know of them."
     leaves = tree_flatten([[row.waiting, [c.state for c in row.cache]] for row in rows])
     arrays = {name: mx.array(leaf) for name, leaf in leaves if isinstance(leaf, mx.array)}
-    return arrays, {name: leaf for name, leaf in leaves if name not in arrays}
+    return arrays, {"caches": _kinds(rows), "plain": {name: leaf for name, leaf in leaves if name not in arrays}}
 
-def _unpack(rows: list[_Row], arrays: dict[str, mx.array], plain: dict) -> None:
+def _unpack(rows: list[_Row], arrays: dict[str, mx.array], meta: dict) -> list[_Row]:
     "Fill fresh rows with what `_pack` gave."
-    leaves = [(name, mx.array(array)) for name, array in arrays.items()] + list(plain.items())
+    if meta["caches"] != _kinds(rows):
+        raise ValueError(f"a state with caches {meta['caches']} doesn't fit a draft model with {_kinds(rows)}")
+    leaves = [(name, mx.array(array)) for name, array in arrays.items()] + list(meta["plain"].items())
     for row, (waiting, states) in zip(rows, tree_unflatten(leaves)):
         row.waiting = waiting
         for c, state in zip(row.cache, states): c.state = state
+    return rows
 
 # %% ../nbs/12_sources.ipynb #783f00b3
 class ModelSource(DraftSource):
     "A second mlx-lm model with the target's tokenizer, run token by token; rows may be ragged."
     name = "model"
-
     def __init__(
         self,
         draft_model,        # mlx-lm model
@@ -211,41 +216,35 @@ class ModelSource(DraftSource):
     ):
         if max_draft < 1: raise ValueError(f"max_draft must be >= 1, got {max_draft}")
         self.draft_model, self.max_draft, self.rows = draft_model, max_draft, []
-
     def start(self, prompts, *, target, cache, sampling):
         _check_vocabulary(self.draft_model, target)
         self.sampling, self.rows = sampling, [_Row(self.draft_model) for _ in prompts]
 
     def keep(self, rows): self.rows = _pick(self.rows, rows)
-
     def observe(self, committed, n_committed, taps=None):
         _check_rows(self.rows, committed)
-        for row, tokens, n in zip(self.rows, committed, n_committed): row.settle(mx.array(tokens[:n], dtype=mx.uint32)[None])
+        for row, tokens, n in zip(self.rows, committed, n_committed):
+            row.settle(mx.array(tokens[:n], dtype=mx.uint32)[None])
 
     def propose(self, anchor, n, *, key=None, want_probs=False, want_confidence=False):
         _check_rows(self.rows, anchor)
         if n == 0: return _no_draft(len(self.rows))
         anchors = mx.array(anchor, dtype=mx.uint32).reshape(-1, 1, 1)
         keys = [None] * len(self.rows) if key is None else mx.random.split(key, len(self.rows))
-        drafts = [_draft_row(row, x, n, self.sampling, k, want_confidence) for row, x, k in zip(self.rows, anchors, keys)]
-        tokens, probs, confidence = (mx.concatenate(column) if column[0] is not None else None for column in zip(*drafts))
+        rows = zip(self.rows, anchors, keys)
+        drafts = [_draft_row(row, x, n, self.sampling, k, want_confidence) for row, x, k in rows]
+        tokens, probs, confidence = (None if x[0] is None else mx.concatenate(x) for x in zip(*drafts))
         return Draft(tokens, probs if want_probs else None, confidence)
 
     def state(self):
         for row in self.rows: row.settle(row.waiting[:, :0])
-        arrays, plain = _pack(self.rows)
-        return arrays, {"source": self.name, "n_rows": len(self.rows), "caches": _kinds(self.draft_model), "plain": plain}
-
+        arrays, facts = _pack(self.rows)
+        return arrays, {"source": self.name, "n_rows": len(self.rows)} | facts
     def restore(self, arrays, meta):
         _check_state(meta, self.name, len(self.rows))
-        found, wanted = meta["caches"], _kinds(self.draft_model)
-        if found != wanted: raise ValueError(f"a state with caches {found} doesn't fit a draft model with {wanted}")
-        self.rows = [_Row(self.draft_model) for _ in self.rows]
-        _unpack(self.rows, arrays, meta["plain"])
+        self.rows = _unpack([_Row(self.draft_model) for _ in self.rows], arrays, meta)
 
 # %% ../nbs/12_sources.ipynb #31d05ffa
-def _kinds(model) -> list[str]: return [type(c).__name__ for c in make_cache(model)]
-
 def _vocab_size(model) -> int:
     "Width of the logits."
     try: return parts(model).dims.vocab_size
@@ -268,9 +267,9 @@ def as_source(
     if hasattr(draft_model, "as_source"): draft_model = draft_model.as_source(target)
     if not isinstance(draft_model, DraftSource):
         if not callable(draft_model) or not hasattr(draft_model, "layers"):
-            raise ValueError(f"draft_model must be None, a DraftSource, a drafter with as_source or an mlx-lm model, got {draft_model!r:.80}")
+            raise ValueError(f"draft_model must be a source, drafter, mlx-lm model or None, got {draft_model!r:.80}")
         draft_model = ModelSource(draft_model)
     if isinstance(draft_model, ModelSource): _check_vocabulary(draft_model.draft_model, target)
     if draft_model.max_draft < 1 and not isinstance(draft_model, NoSource):
-        raise ValueError(f"source {draft_model.name!r} must draft at least 1 token a round, its max_draft is {draft_model.max_draft}")
+        raise ValueError(f"source {draft_model.name!r} has max_draft {draft_model.max_draft}, at least 1 is wanted")
     return draft_model

@@ -92,12 +92,14 @@ def _check(draft: mx.array, rows: mx.array, name: str) -> None:
     "Refuse target rows that don't belong to the draft."
     if draft.ndim != 2: raise ValueError(f"draft must be (B, n), got {draft.shape}")
     B, n = draft.shape
-    if rows.shape[:2] != (B, n + 1): raise ValueError(f"draft {draft.shape} wants {name} with n + 1 rows, {(B, n + 1)}, got {rows.shape}")
+    if rows.shape[:2] != (B, n + 1):
+        raise ValueError(f"draft {draft.shape} wants {name} with n + 1 rows, {(B, n + 1)}, got {rows.shape}")
 
 def _lengths(lengths: mx.array | list[int] | None, draft: mx.array) -> mx.array: # -> (B,) or ()
     "Drafts that count in each row, never more than there are."
     if lengths is None: return mx.array(draft.shape[1])
-    if len(lengths) != len(draft): raise ValueError(f"lengths must have one entry for each of {len(draft)} rows, got {len(lengths)}")
+    if len(lengths) != len(draft):
+        raise ValueError(f"lengths must have one entry for each of {len(draft)} rows, got {len(lengths)}")
     return mx.minimum(mx.array(lengths), draft.shape[1])
 
 def _leading_run(accepted: mx.array, lengths: mx.array) -> mx.array: # (B, n) bool -> (B,) int32
@@ -157,7 +159,9 @@ def _next_law(
     if draft.shape[1] == 0: return p
     at = mx.minimum(n_accepted, draft.shape[1] - 1)[:, None]
     rejected = (n_accepted < lengths)[:, None]
-    if p_draft is not None: return residual(p, mx.where(rejected, mx.take_along_axis(p_draft, at[..., None], axis=1)[:, 0], 0))
+    if p_draft is not None:
+        q = mx.take_along_axis(p_draft, at[..., None], axis=1)[:, 0]
+        return residual(p, mx.where(rejected, q, 0))
     token = mx.take_along_axis(draft, at, axis=1)
     left = mx.put_along_axis(p, token, mx.array(0.0), axis=1)
     return mx.where(rejected & (left.sum(axis=1, keepdims=True) > 1e-8), left, p)
@@ -176,12 +180,14 @@ def verify_sampled(
     "Keep drafts while u < min(1, p/q); then a token from the residual, or from p when all were kept (section 8)."
     _check(draft, p_target, "p_target")
     wanted = (*draft.shape, p_target.shape[-1])
-    if p_draft is not None and p_draft.shape != wanted: raise ValueError(f"p_draft must be (B, n, V) = {wanted}, got {p_draft.shape}")
+    if p_draft is not None and p_draft.shape != wanted:
+        raise ValueError(f"p_draft must be (B, n, V) = {wanted}, got {p_draft.shape}")
     key_accept, key_next = (None, None) if key is None else mx.random.split(key)
     if accept_u is None: accept_u = mx.random.uniform(shape=draft.shape, key=key_accept)
     lengths = _lengths(lengths, draft)
     n_accepted = _leading_run(accept_u < accept_prob(draft, p_draft, p_target), lengths)
-    return Verdict(n_accepted, sample_from(_next_law(draft, p_draft, p_target, n_accepted, lengths), key_next, u=final_u))
+    law = _next_law(draft, p_draft, p_target, n_accepted, lengths)
+    return Verdict(n_accepted, sample_from(law, key_next, u=final_u))
 
 # %% ../nbs/10_verify.ipynb #b6edd164
 def cut_at_stop(

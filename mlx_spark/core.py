@@ -95,11 +95,16 @@ def _cpu_name() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
+def _cores() -> int:
+    "Processor cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
 def _commit() -> str | None:
     "Short commit of the source tree, with + when files differ from it; None outside a checkout."
-    here = Path(__file__).parent
+    here = Path(mlx_spark.__file__).parent
     commit = _output("git", "rev-parse", "--short", "HEAD", cwd=here)
-    return commit and commit + ("+" if _output("git", "status", "--porcelain", "--untracked-files=no", cwd=here) else "")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", cwd=here)
+    return commit and commit + ("+" if changed else "")
 
 def _version(package: str) -> str | None:
     try: return version(package)
@@ -110,11 +115,12 @@ def environment() -> dict[str, Any]:
     "Machine, versions, device, BLAS, date and commit: what a reader needs to judge a measurement."
     import mlx.core as mx
     return {
-        "machine": platform.machine(), "cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "machine": platform.machine(), "cpu": _cpu_name(), "cores": _cores(),
         "os": platform.platform(terse=True), "python": platform.python_version(),
-        "mlx": _version("mlx"), "mlx_lm": _version("mlx-lm"), "numpy": np.__version__, "mlx_spark": _version("mlx_spark"),
-        "device": f"{mx.default_device().type.name}: {mx.device_info().get('device_name', 'unknown')}", "blas": mlx_spark.blas_in_use(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": _commit(),
+        **{name: _version(name.replace("_", "-")) for name in ("mlx", "mlx_lm", "numpy", "mlx_spark")},
+        "device": f"{mx.default_device().type.name}: {mx.device_info().get('device_name', 'unknown')}",
+        "blas": mlx_spark.blas_in_use(), "commit": _commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 # %% ../nbs/00_core.ipynb #8f4705a4

@@ -8,7 +8,7 @@ __all__ = ['VARIANTS', 'SEQ_HEADS', 'MIN_CAPACITY', 'FORMAT_VERSION', 'DSparkCon
            'Shared', 'check_fits', 'initialize', 'Backbone', 'BlockPass', 'DraftKind', 'SerialHeads', 'Chain',
            'DraftVocab', 'head_rows', 'DSparkDrafter', 'extend_cache', 'draft_block', 'own_config', 'save_drafter',
            'find_drafter', 'read_weights', 'check_tensors', 'load_drafter', 'quantize_drafter', 'quantized_head',
-           'dequantized', 'footprint', 'DSparkSource']
+           'dequantized', 'footprint', 'reduce_vocabulary', 'DSparkSource']
 
 # %% ../nbs/05_dspark.ipynb #e4ca99aa
 import copy
@@ -807,6 +807,29 @@ def footprint(
              "context": 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context * drafter.dtype.size}
     return {"own_bytes": size(drafter) + (size(head) if copied else 0), "borrowed_bytes": size(*tables.values()),
             "read_bytes": reads, "round_bytes": sum(reads.values())}
+
+# %% ../nbs/05_dspark.ipynb #c4b3ba3a
+def reduce_vocabulary(
+    drafter: DSparkDrafter,
+    d2t: mx.array,    # (Vd,) target ids to keep
+    model: nn.Module, # the target
+) -> DSparkDrafter:
+    "The same drafter, proposing only `d2t`: rows of the head and of both tables. An unlisted anchor gets the mean of the rows cut."
+    c = drafter.config
+    if c.draft_vocab_size or c.quantization: raise ValueError("a drafter's vocabulary is reduced once, and before it is quantized")
+    small = DSparkDrafter(replace(c, draft_vocab_size=len(d2t)), d2t)
+    weights = dict(tree_flatten(drafter.parameters()))
+    if c.markov_rank:
+        w1, rest = weights["markov_head.markov_w1.weight"], mx.array(np.setdiff1d(np.arange(c.vocab_size), np.array(d2t)), dtype=mx.int32)
+        other = w1[rest].mean(axis=0, keepdims=True) if rest.size else mx.zeros((1, c.markov_rank), w1.dtype)
+        weights["markov_head.markov_w1.weight"] = mx.concatenate([w1[d2t], other])
+        weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][d2t]
+    if "embed_tokens" in drafter: small.embed_tokens = copy.copy(drafter.embed_tokens)
+    if "lm_head" in drafter:
+        small.lm_head = head_rows(drafter.lm_head, d2t)
+        weights["lm_head.weight"] = small.lm_head.weight
+    small.load_weights(list(weights.items()))
+    return small.bind(model)
 
 # %% ../nbs/05_dspark.ipynb #2aa47d22
 class DSparkSource(DraftSource):

@@ -146,31 +146,34 @@ class PromptLookup(DraftSource):
 # %% ../nbs/12_sources.ipynb #0ca11a25
 FLUSH = 16 # waiting tokens at which a row runs the draft model on them
 
+def _no_tokens() -> mx.array: return mx.zeros((1, 0), dtype=mx.uint32)
+
 class _Row:
     "One request of a `ModelSource`: a cache, and committed tokens that the draft model hasn't run on."
     def __init__(self, model):
         self.model, self.cache, self.rewinder = model, make_cache(model), None
-        self.waiting, self.n_drafted = mx.zeros((1, 0), dtype=mx.uint32), 0
+        self.waiting, self.n_drafted = _no_tokens(), 0
 
     def feed(self, tokens: mx.array) -> mx.array: # (1, T) -> (1, V)
         return self.model(tokens, cache=self.cache)[:, -1]
 
     def begin(self, anchor: mx.array, n: int) -> mx.array: # (1, 1) -> (1, V)
-        self.settle(anchor[:, :0])
+        self.settle()
         self.rewinder, self.n_drafted = Rewinder(self.model, self.cache), n
         self.rewinder.mark()
         return self.feed(mx.concatenate([self.waiting, anchor], axis=1))
 
-    def settle(self, committed: mx.array) -> None: # (1, m) the anchor and kept drafts, or any tokens without a proposal
+    def settle(self, committed: mx.array | None = None) -> None: # (1, m) anchor and kept drafts, or any other tokens
         "Close a proposal if there's one: keep what is committed of the positions it ran. Then let the rest wait."
+        if committed is None: committed = _no_tokens()
         if self.rewinder is not None:
             n_kept = min(self.n_drafted, committed.shape[1])
             with self.rewinder: self.rewinder.commit(self.waiting.shape[1] + n_kept)
-            self.rewinder, self.waiting, committed = None, committed[:, :0], committed[:, n_kept:]
+            self.rewinder, self.waiting, committed = None, _no_tokens(), committed[:, n_kept:]
         self.waiting = mx.concatenate([self.waiting, committed], axis=1)
         if self.waiting.shape[1] < FLUSH: return
         self.feed(self.waiting)
-        self.waiting = self.waiting[:, :0]
+        self.waiting = _no_tokens()
         mx.async_eval([c.state for c in self.cache])
 
 # %% ../nbs/12_sources.ipynb #3fa31c9d
@@ -184,6 +187,13 @@ def _draft_row(row: _Row, anchor: mx.array, n: int, sampling: Sampling, key, wan
         tokens.append(sample_from(probs[-1], keys[i]) if probs else mx.argmax(logits, axis=-1).astype(mx.uint32))
         if want_confidence: confidence.append(mx.softmax(logits.astype(mx.float32), axis=-1).max(axis=-1))
     return [mx.stack(x, axis=1) if x else None for x in (tokens, probs, confidence)]
+
+def _draft_rows(rows: list[_Row], anchor: mx.array, n: int, sampling: Sampling, key, want_confidence: bool) -> list:
+    "The same of all rows, with B = len(rows) in place of 1."
+    keys = [None] * len(rows) if key is None else mx.random.split(key, len(rows))
+    anchors = anchor.reshape(-1, 1, 1)
+    drafts = [_draft_row(row, x, n, sampling, k, want_confidence) for row, x, k in zip(rows, anchors, keys)]
+    return [None if x[0] is None else mx.concatenate(x) for x in zip(*drafts)]
 
 # %% ../nbs/12_sources.ipynb #0c5c4973
 def _kinds(rows: list[_Row]) -> list: return [[type(c).__name__ for c in row.cache] for row in rows]
@@ -218,9 +228,15 @@ class ModelSource(DraftSource):
         self.draft_model, self.max_draft, self.rows = draft_model, max_draft, []
     def start(self, prompts, *, target, cache, sampling):
         _check_vocabulary(self.draft_model, target)
+        self.keep([])
         self.sampling, self.rows = sampling, [_Row(self.draft_model) for _ in prompts]
 
-    def keep(self, rows): self.rows = _pick(self.rows, rows)
+    def keep(self, rows):
+        kept = _pick(self.rows, rows)
+        for row in self.rows:
+            if row not in kept: row.settle()
+        self.rows = kept
+
     def observe(self, committed, n_committed, taps=None):
         _check_rows(self.rows, committed)
         for row, tokens, n in zip(self.rows, committed, n_committed):
@@ -228,16 +244,13 @@ class ModelSource(DraftSource):
 
     def propose(self, anchor, n, *, key=None, want_probs=False, want_confidence=False):
         _check_rows(self.rows, anchor)
-        if n == 0: return _no_draft(len(self.rows))
-        anchors = mx.array(anchor, dtype=mx.uint32).reshape(-1, 1, 1)
-        keys = [None] * len(self.rows) if key is None else mx.random.split(key, len(self.rows))
-        rows = zip(self.rows, anchors, keys)
-        drafts = [_draft_row(row, x, n, self.sampling, k, want_confidence) for row, x, k in rows]
-        tokens, probs, confidence = (None if x[0] is None else mx.concatenate(x) for x in zip(*drafts))
+        if n == 0 or not self.rows: return _no_draft(len(self.rows))
+        anchor = mx.array(anchor, dtype=mx.uint32)
+        tokens, probs, confidence = _draft_rows(self.rows, anchor, n, self.sampling, key, want_confidence)
         return Draft(tokens, probs if want_probs else None, confidence)
 
     def state(self):
-        for row in self.rows: row.settle(row.waiting[:, :0])
+        for row in self.rows: row.settle()
         arrays, facts = _pack(self.rows)
         return arrays, {"source": self.name, "n_rows": len(self.rows)} | facts
     def restore(self, arrays, meta):

@@ -233,10 +233,8 @@ class ModelSource(DraftSource):
 
     def keep(self, rows):
         kept = _pick(self.rows, rows)
-        for row in self.rows:
-            if row not in kept: row.settle()
+        for row in set(self.rows) - set(kept): row.settle()
         self.rows = kept
-
     def observe(self, committed, n_committed, taps=None):
         _check_rows(self.rows, committed)
         for row, tokens, n in zip(self.rows, committed, n_committed):

@@ -151,15 +151,17 @@ def test_a_window_is_the_full_cache_with_older_columns_hidden(targets, window):
 
 
 def test_a_ragged_window(targets):
-    drafter = drafter_for(targets["q3"])
-    features, anchor, cache = features_for(drafter, 2, 40), mx.array([5, 17]), None
-    cache = drafter.make_cache(2, window=8)
-    for at, n in ((0, [20, 3]), (20, [1, 6]), (26, [14, 14])): drafter.extend(features[:, at:at + max(n)], cache, n)
-    for b, rows in enumerate((features[:1], mx.concatenate([features[1:, :3], features[1:, 20:]], axis=1))):
-        rows = mx.concatenate([features[:1, :21], features[:1, 26:40]], axis=1) if b == 0 else rows
-        alone = filled(drafter, rows, window=8)
-        assert alone.lengths == cache.lengths[b:b + 1]
-        same(drafter.block(anchor[b:b + 1], alone), drafter.block(anchor, cache)[b:b + 1])
+    "Each request keeps its own newest columns, however unevenly they arrive."
+    drafter, given, at = drafter_for(targets["q3"]), ([], []), 0
+    features, anchor, cache = features_for(drafter, 2, 40), mx.array([5, 17]), drafter.make_cache(2, window=8)
+    for n in ([20, 3], [1, 6], [13, 14]):
+        drafter.extend(features[:, at:at + max(n)], cache, n)
+        for b in range(2):
+            given[b].append(features[b:b + 1, at:at + n[b]])
+            alone = filled(drafter, mx.concatenate(given[b], axis=1), window=8)
+            assert alone.lengths == cache.lengths[b:b + 1]
+            same(drafter.block(anchor[b:b + 1], alone), drafter.block(anchor, cache)[b:b + 1])
+        at += max(n)
 
 
 def test_growing_changes_nothing_and_blocks_leave_no_trace(targets):

@@ -91,7 +91,8 @@ def _check_config(c: DSparkConfig):
     need(not c.confidence_head_with_markov or (c.markov_rank and c.enable_confidence_head),
          "confidence_head_with_markov needs a confidence head and markov_rank > 0, "
          f"got enable_confidence_head={c.enable_confidence_head}, markov_rank={c.markov_rank}")
-    for name in ("block_size", "num_hidden_layers"): need(getattr(c, name) >= 1, f"{name} must be >= 1, got {getattr(c, name)}")
+    for name, value in (("block_size", c.block_size), ("num_hidden_layers", c.num_hidden_layers)):
+        need(value >= 1, f"{name} must be >= 1, got {value}")
     need(c.num_attention_heads % c.num_key_value_heads == 0,
          f"{c.num_attention_heads} heads cannot share {c.num_key_value_heads} key-value heads evenly")
     need(c.draft_vocab_size is None or 1 <= c.draft_vocab_size <= c.vocab_size,
@@ -100,8 +101,9 @@ def _check_config(c: DSparkConfig):
          f"calibration must have {c.block_size} temperatures, one a position, got {c.calibration}")
 
 # %% ../nbs/05_dspark.ipynb #2f33f5d3
-_ARCHITECTURE = set("""vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps
-    initializer_range block_size mask_token_id target_layer_ids num_target_layers markov_rank enable_confidence_head rope_parameters""".split())
+_ARCHITECTURE = set("""vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    rms_norm_eps initializer_range rope_parameters block_size mask_token_id target_layer_ids num_target_layers markov_rank
+    enable_confidence_head""".split())
 _GEOMETRY = {"qwen3": {"head_dim"},
              "gemma4": {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "final_logit_softcapping"}}
 _IF_ON = {"markov_head_type", "confidence_head_with_markov", "attention_bias", "attention_k_eq_v"}
@@ -111,12 +113,13 @@ def published_config(d: dict) -> DSparkConfig:
     arch = (d.get("architectures") or [d.get("model_type", "nameless")])[0]
     if "speculators_model_type" in d: arch = f"speculators {d['speculators_model_type']}"
     if arch not in VARIANTS:
-        raise ValueError(f"this is a {arch} package; readable are published {' and '.join(VARIANTS)}, and what save_drafter wrote")
+        raise ValueError(f"this is a {arch} package; readable are {', '.join(VARIANTS)} and what save_drafter wrote")
     variant = VARIANTS[arch]
     if missing := sorted((_ARCHITECTURE | _GEOMETRY[variant]) - d.keys()):
         raise ValueError(f"config.json of a {arch} lacks {', '.join(missing)}")
     rope, known = d["rope_parameters"], "default"
-    out = {name: d[name] for name in (_ARCHITECTURE | _IF_ON) - {"rope_parameters"} if name in d} | {"head_dim": d.get("head_dim")}
+    out = {name: d[name] for name in (_ARCHITECTURE | _IF_ON) & d.keys() if name != "rope_parameters"}
+    out["head_dim"] = d.get("head_dim")
     if variant == "gemma4":
         rope, known = rope["full_attention"], "proportional"
         out |= {"head_dim": d["global_head_dim"], "softcap": d["final_logit_softcapping"],
@@ -284,7 +287,8 @@ def keep_rows(cache: DraftCache, rows: list[int]):
 
 def join_rows(cache: DraftCache, other: DraftCache):
     "Put the rows of `other` behind those of `cache`; both have the same window."
-    if cache.window != other.window: raise ValueError(f"caches with windows {cache.window} and {other.window} cannot be joined")
+    if cache.window != other.window:
+        raise ValueError(f"caches with windows {cache.window} and {other.window} cannot be joined")
     width = max(cache.capacity, other.capacity)
     cache.kv = mx.concatenate([_grown(c.kv, width, c.window) for c in (cache, other)])
     cache.lengths = cache.lengths + other.lengths
@@ -346,8 +350,8 @@ def check_fits(c: DSparkConfig, dims: Dims):
     pairs = {"vocabulary": (c.vocab_size, dims.vocab_size), "hidden size": (c.target_width, dims.hidden_size),
              "depth": (c.num_target_layers, dims.n_layers)}
     for what, (found, wanted) in pairs.items():
-        if found != wanted: raise ValueError(f"drafter is for a target {what} of {found}, this {dims.model_type} target has {wanted}")
-
+        if found == wanted: continue
+        raise ValueError(f"drafter is for a target {what} of {found}, this {dims.model_type} target has {wanted}")
 
 def initialize(drafter: nn.Module, std: float):
     "Random start of a drafter; the RNN head starts as the Markov head."
@@ -516,11 +520,12 @@ class DraftVocab:
     def of(cls, d2t: mx.array | None, c: DSparkConfig) -> "DraftVocab | None":
         "From `d2t`, which must go with the configuration."
         Vd = c.draft_vocab_size
-        if (d2t is None) != (Vd is None): raise ValueError(f"draft_vocab_size {Vd} with{'out' if d2t is None else ''} d2t: both or neither")
-        if d2t is None: return None
+        if d2t is None and Vd is None: return None
+        if d2t is None or Vd is None: raise ValueError(f"draft_vocab_size is {Vd}, d2t is {'missing' if d2t is None else 'given'}: both or neither")
         ids = np.array(d2t)
         if ids.shape != (Vd,) or len(np.unique(ids)) < Vd or ids.min() < 0 or ids.max() >= c.vocab_size:
-            raise ValueError(f"d2t must be {Vd} distinct ids in 0..{c.vocab_size - 1}, got {ids.shape} in {ids.min()}..{ids.max()}")
+            raise ValueError(f"d2t must be {Vd} distinct ids in 0..{c.vocab_size - 1}, "
+                             f"got {ids.shape}, {len(np.unique(ids))} distinct in {ids.min()}..{ids.max()}")
         t2d = np.full(c.vocab_size, -1, np.int32)
         t2d[ids] = np.arange(len(ids))
         return cls(mx.array(ids.astype(np.int32)), mx.array(t2d))
@@ -573,8 +578,9 @@ class DSparkDrafter(Chain):
     def make_cache(self, batch_size: int = 1, *, window: int | None = None) -> DraftCache:
         "An empty draft cache."
         if window is not None and window < 1: raise ValueError(f"window must be at least 1 position, got {window}")
-        rows, width = 2 * self.config.num_hidden_layers * self.config.num_key_value_heads, min(MIN_CAPACITY, window or MIN_CAPACITY)
-        return DraftCache(mx.zeros((batch_size, rows, width, self.config.head_dim), self.dtype), window=window)
+        c, width = self.config, min(MIN_CAPACITY, window or MIN_CAPACITY)
+        shape = (batch_size, 2 * c.num_hidden_layers * c.num_key_value_heads, width, c.head_dim)
+        return DraftCache(mx.zeros(shape, self.dtype), window=window)
 
     def extend(self, features, cache, n=None): extend_cache(self, features, cache, n)
     def draft(self, anchor, cache, n, **how) -> Draft: return draft_block(self, anchor, cache, n, **how)
@@ -620,16 +626,17 @@ def draft_block(
     kind = DraftKind(n, sampling, u is not None, want_probs and sampled, want_confidence and c.enable_confidence_head)
     draws = ()
     if sampled: draws = (mx.random.split(_some_key() if key is None else key, n) if u is None else u,)
-    if mx.metal.is_available() if drafter.compiled is None else drafter.compiled: out = _compiled(drafter, kind)(anchor, cache.kv, mx.array(cache.lengths), mx.array(cache.n_valid), *draws)
+    if mx.metal.is_available() if drafter.compiled is None else drafter.compiled:
+        out = list(_compiled(drafter, kind)(anchor, cache.kv, mx.array(cache.lengths), mx.array(cache.n_valid), *draws))
     else: out = drafter._propose(kind, anchor, *_columns(cache), *draws)
-    tokens, rest = out[0], list(out[1:])
-    return Draft(tokens, rest.pop(0) if kind.want_probs else None, rest.pop(0) if kind.want_confidence else None)
+    return Draft(out.pop(0), out.pop(0) if kind.want_probs else None, out.pop(0) if kind.want_confidence else None)
 
 def _some_key() -> mx.array: return mx.random.randint(-2**31, 2**31 - 1, (2,)).astype(mx.uint32)
 
 def _compiled(drafter: DSparkDrafter, kind: DraftKind):
     "The compiled draft step of this kind; weights are inputs, so training or quantizing does not make it stale."
-    steps, key = drafter.__dict__.setdefault("_steps", {}), (id(drafter), id(drafter._shared), kind)
+    steps = drafter.__dict__.setdefault("_steps", {})
+    key = (id(drafter), id(drafter._shared), id(drafter.config.calibration), kind)
     if key not in steps:
         shared = drafter._shared and [drafter._shared.embed.state, drafter._shared.head.state]
         steps[key] = mx.compile(lambda *arrays: drafter._propose(kind, *arrays), inputs=[drafter.state, shared])
@@ -648,7 +655,8 @@ def own_config(d: dict) -> DSparkConfig:
     d = {k: v for k, v in d.items() if k not in ("format_version", "sha256")}
     names = {f.name for f in fields(DSparkConfig)}
     if d.keys() != names:
-        raise ValueError(f"config.json of format {version} lacks {sorted(names - d.keys())}, has unknown {sorted(d.keys() - names)}")
+        lost, unknown = sorted(names - d.keys()), sorted(d.keys() - names)
+        raise ValueError(f"config.json of format {version} lacks {lost}, has unknown {unknown}")
     return DSparkConfig(**d)
 
 def save_drafter(drafter: DSparkDrafter, folder: str | os.PathLike):
@@ -667,7 +675,7 @@ def find_drafter(path_or_repo: str | os.PathLike) -> Path:
     "A folder with config.json: given, shipped with the package, or fetched from the Hugging Face hub."
     name, folder, shipped = str(path_or_repo), Path(path_or_repo).expanduser(), Path(mlx_spark.__file__).parent / "drafters"
     if (shipped / name / "config.json").exists(): return shipped / name
-    if folder.is_file(): raise ValueError(f"{folder} is a single {folder.suffix} file, a drafter is a folder with config.json")
+    if folder.is_file(): raise ValueError(f"{folder} is a single {folder.suffix} file, wanted is a folder with config.json")
     if not folder.is_dir():
         if name.count("/") != 1 or name[0] in "./~":
             known = ", ".join(sorted(p.parent.name for p in shipped.glob("*/config.json"))) or "none"
@@ -706,7 +714,8 @@ def _keep_own(drafter: DSparkDrafter, weights: dict[str, mx.array], target: Part
     c, H = drafter.config, drafter.config.target_width
     own = {"embed_tokens": lambda: nn.Embedding(c.vocab_size, H),
            "lm_head": lambda: nn.Linear(H, c.draft_vocab_size or c.vocab_size, bias=False)}
-    theirs = {"embed_tokens": target.embed_tokens, "lm_head": target.embed_tokens if target.lm_head is None else target.lm_head}
+    embed, head = target.embed_tokens, target.lm_head
+    theirs = {"embed_tokens": embed, "lm_head": embed if head is None else head}
     for name, module in own.items():
         w, t = weights.get(f"{name}.weight"), theirs[name].weight
         if w is None: continue
@@ -767,10 +776,11 @@ def quantize_drafter(
     for path, width in widths.items():
         groups = [g for g in (group_size, 64, 32) if g <= group_size and width % g == 0]
         if groups and special.get(path, bits): plan[path] = {"bits": special.get(path, bits), "group_size": groups[0]}
-    if not plan: raise ValueError(f"nothing to quantize to {bits} bits among widths {sorted(set(widths.values()))}: groups are 64 or 32 wide")
+    if not plan: raise ValueError(f"nothing to quantize: bits {bits}, widths {sorted(set(widths.values()))}, groups of 64 or 32")
     _pack(drafter, plan)
     drafter.config.quantization = (drafter.config.quantization or {}) | plan
-    if "lm_head" in plan and "lm_head" not in drafter: drafter.shared.head = quantized_head(drafter.shared.head, **plan["lm_head"])
+    if "lm_head" in plan and "lm_head" not in drafter:
+        drafter._shared = Shared(drafter.shared.embed, quantized_head(drafter.shared.head, **plan["lm_head"]))
     return drafter
 
 def _pack(drafter: nn.Module, plan: dict): nn.quantize(drafter, class_predicate=lambda path, module: plan.get(path, False))
@@ -814,13 +824,14 @@ def reduce_vocabulary(
     d2t: mx.array,    # (Vd,) target ids to keep
     model: nn.Module, # the target
 ) -> DSparkDrafter:
-    "The same drafter, proposing only `d2t`: rows of the head and of both tables. An unlisted anchor gets the mean of the rows cut."
+    "The same drafter, proposing only `d2t`: rows of head and tables. An anchor outside gets the mean of the W1 rows cut."
     c = drafter.config
-    if c.draft_vocab_size or c.quantization: raise ValueError("a drafter's vocabulary is reduced once, and before it is quantized")
+    if c.draft_vocab_size or c.quantization: raise ValueError("a vocabulary is reduced once, and before quantizing")
     small = DSparkDrafter(replace(c, draft_vocab_size=len(d2t)), d2t)
     weights = dict(tree_flatten(drafter.parameters()))
     if c.markov_rank:
-        w1, rest = weights["markov_head.markov_w1.weight"], mx.array(np.setdiff1d(np.arange(c.vocab_size), np.array(d2t)), dtype=mx.int32)
+        w1 = weights["markov_head.markov_w1.weight"]
+        rest = mx.array(np.setdiff1d(np.arange(c.vocab_size), np.array(d2t)), dtype=mx.int32)
         other = w1[rest].mean(axis=0, keepdims=True) if rest.size else mx.zeros((1, c.markov_rank), w1.dtype)
         weights["markov_head.markov_w1.weight"] = mx.concatenate([w1[d2t], other])
         weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][d2t]
@@ -833,16 +844,14 @@ def reduce_vocabulary(
 
 # %% ../nbs/05_dspark.ipynb #2aa47d22
 class DSparkSource(DraftSource):
-    "A DSpark drafter behind the seam of `sources`."
+    """A DSpark drafter behind the seam of `sources`: `window` bounds the context positions it keeps (None: all),
+    `max_draft` the tokens of a round (None: the whole block)."""
     name = "dspark"
 
-    def __init__(
-        self, drafter: DSparkDrafter, target: nn.Module, *,
-        window: int | None = None,    # context positions that the drafter keeps; None: all
-        max_draft: int | None = None, # tokens a round; None: the whole block
-    ):
+    def __init__(self, drafter: DSparkDrafter, target: nn.Module, *, window: int | None = None, max_draft: int | None = None):
         gamma = drafter.config.block_size
-        if max_draft is not None and not 1 <= max_draft <= gamma: raise ValueError(f"max_draft must be in 1..{gamma}, got {max_draft}")
+        if max_draft is not None and not 1 <= max_draft <= gamma:
+            raise ValueError(f"max_draft must be in 1..{gamma}, got {max_draft}")
         if drafter._shared is None or drafter._shared.embed is not parts(target).embed_tokens: drafter.bind(target)
         self.drafter, self.window, self.max_draft = drafter, window, max_draft or gamma
         self.tap_layers = drafter.config.target_layer_ids

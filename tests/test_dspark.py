@@ -127,8 +127,22 @@ def test_reported_law_is_the_teacher_forced_one(targets, head):
     same(draft.confidence, mx.sigmoid(conf))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_stays_bfloat16_and_close(targets, name):
+    drafter = load_drafter(GOLDENS / "drafters" / name, targets[name[:2]], dtype=mx.bfloat16, share=False)
+    rounds, cache, agreed = mx.load(str(GOLDENS / "forward" / f"{name}.safetensors")), drafter.make_cache(), []
+    for r in range(4):
+        drafter.extend(rounds[f"round{r}.target_hidden_states"], cache)
+        anchor, n = rounds[f"round{r}.anchor"], drafter.config.block_size
+        draft = drafter.draft(anchor, cache, n, sampling=Sampling(temp=1.0), want_probs=True, want_confidence=True)
+        assert draft.p_draft.dtype == mx.float32 and cache.kv.dtype == drafter.block(anchor, cache).dtype == mx.bfloat16
+        agreed.append((drafter.draft(anchor, cache, n).tokens == rounds[f"round{r}.draft_tokens"]).mean().item())
+    assert np.mean(agreed) > 0.8
+
+
 def test_calibration_divides_confidence_logits_and_changes_nothing_else(targets):
     drafter = drafter_for(targets["q3"])
+    drafter.compiled = True
     cache, anchor = filled(drafter, features_for(drafter, 1, 6)), mx.array([17])
     before = drafter.draft(anchor, cache, 4, want_confidence=True)
     drafter.config.calibration = {"temps": [1.0, 2.0, 0.5, 4.0, 1.0]}

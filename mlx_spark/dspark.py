@@ -625,8 +625,9 @@ def draft_block(
     sampled = not sampling.greedy
     kind = DraftKind(n, sampling, u is not None, want_probs and sampled, want_confidence and c.enable_confidence_head)
     draws = ()
-    if sampled: draws = (mx.random.split(_some_key() if key is None else key, n) if u is None else u,)
-    if mx.metal.is_available() if drafter.compiled is None else drafter.compiled:
+    if sampled: draws = (mx.random.split(_some_key() if key is None else key, c.block_size) if u is None else u,)
+    on_metal = mx.metal.is_available() and mx.default_device().type == mx.gpu
+    if on_metal if drafter.compiled is None else drafter.compiled:
         out = list(_compiled(drafter, kind)(anchor, cache.kv, mx.array(cache.lengths), mx.array(cache.n_valid), *draws))
     else: out = drafter._propose(kind, anchor, *_columns(cache), *draws)
     return Draft(out.pop(0), out.pop(0) if kind.want_probs else None, out.pop(0) if kind.want_confidence else None)

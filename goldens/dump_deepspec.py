@@ -66,9 +66,11 @@ def build_rounds(passes, *, gamma, stop_ids=(), greedy=True, output_ids=()):
         after = p["argmax"][a] if greedy else following["input_ids"][0] if following else None
         rounds.append({
             "round": i, "start": start, "anchor": anchor,
-            "draft_cache_len_before": draft_cache_len, "ctx_len": p["ctx_len"], "draft_cache_len_after": draft_cache_len + p["ctx_len"],
+            "draft_cache_len_before": draft_cache_len, "ctx_len": p["ctx_len"],
+            "draft_cache_len_after": draft_cache_len + p["ctx_len"],
             "draft_tokens": p["draft_tokens"] or proposed, "confidence_logits": p["confidence_logits"],
-            "proposal_length": len(proposed), "target_argmax": p["argmax"], "accepted_draft_tokens": a, "next_token": after, "effective_proposal_length": effective,
+            "proposal_length": len(proposed), "effective_proposal_length": effective, "target_argmax": p["argmax"],
+            "accepted_draft_tokens": a, "next_token": after,
             "terminated_by_stop_token": stop is not None,
             "committed_tokens": proposed[:a] + ([] if stop is not None or after is None else [after]),
             "min_target_margin": min(p["margin"]), "min_draft_margin": p["draft_margin"]})

@@ -106,7 +106,7 @@ def test_changed_record(suite, field, change):
     rows = read_jsonl(path)
     rows[2]["rounds"][0][field] = change(rows[2]["rounds"][0][field])
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert failures(suite)[f"traces/{DRAFTER}__trunc"].startswith(f"row 2 round 0 {field}")
+    assert failures(suite)[f"traces/{DRAFTER}__trunc"].startswith(f"row 2 round 0 {field.removesuffix('_logits')}")
 
 
 @pytest.mark.parametrize("field", ["output_ids", "acceptance_lengths", "proposal_lengths", "target_greedy_new_tokens"])

@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     "Fetch a public name from its module on first use."
     if name not in _NAMES: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_NAMES[name]}", __name__), name)
-    if name != "generate": globals()[name] = value
+    globals()[name] = value
     return value
 
 def __dir__() -> list[str]: return sorted({*globals(), *_NAMES})

@@ -82,7 +82,7 @@ class Decoding:
     source: DraftSource
     cache: list                  # mlx-lm caches of the target, the committed tokens but the anchor
     rewinder: Rewinder
-    taps: Taps
+    taps: Taps | None            # None: the source wants no hidden states
     sampling: Sampling | None    # rejection sampling with this law; None: `sampler` and exact match
     sampler: Callable            # (1, V) log-probabilities -> (1,) token
     processors: list             # logits processors
@@ -114,8 +114,9 @@ def open_request(
     if sampling is None and seed is not None: mx.random.seed(seed)
     if sampling is not None: key = some_key() if seed is None else mx.random.key(seed)
     source.start([tokens], target=model, cache=cache, sampling=sampling or Sampling())
+    taps = Taps(model, source.tap_layers) if source.tap_layers else None
     return Decoding(
-        model=model, source=source, cache=cache, taps=Taps(model, source.tap_layers), rewinder=Rewinder(model, cache),
+        model=model, source=source, cache=cache, taps=taps, rewinder=Rewinder(model, cache),
         sampling=sampling, sampler=pick, processors=list(processors or []), kv=kv, key=key,
         anchor=tokens[-1], history=prompt if processors else None)
 
@@ -142,8 +143,8 @@ def prefill(run: Decoding, prompt: mx.array, step_size: int, progress: Callable[
     progress(0, n_tokens)
     for start in range(0, n_tokens - 1, step_size):
         chunk = prompt[None, start:min(start + step_size, n_tokens - 1)]
-        with run.taps: run.model(chunk, cache=run.cache)
-        taps = run.taps.take()
+        with run.taps or nullcontext(): run.model(chunk, cache=run.cache)
+        taps = run.taps and run.taps.take()
         quantize_kv(run)
         mx.eval([c.state for c in run.cache])
         run.source.observe(chunk, [chunk.shape[1]], taps)
@@ -191,7 +192,7 @@ def verify_pass(run: Decoding, draft: Draft) -> mx.array: # (1, n+1, V) logits
     fed = mx.concatenate([mx.array([[run.anchor]], dtype=mx.uint32), draft.tokens], axis=1)
     run.cycle = Cycle(draft.tokens.shape[1])
     run.rewinder.mark(rows=fed.shape[1])
-    with run.taps: return run.model(fed, cache=run.cache)
+    with run.taps or nullcontext(): return run.model(fed, cache=run.cache)
 
 def log_probs(logits: mx.array) -> mx.array: return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
@@ -284,7 +285,7 @@ def close_cycle(run: Decoding) -> None:
     cycle, run.cycle = run.cycle, None
     if cycle.ids is None: return run.rewinder.commit(0)
     n_kept = 1 + min(cycle.n_emitted, cycle.n_accepted)
-    taps = run.taps.take(slice(0, n_kept))
+    taps = run.taps and run.taps.take(slice(0, n_kept))
     run.rewinder.commit(n_kept)
     quantize_kv(run)
     emitted = cycle.tokens[:cycle.n_emitted]

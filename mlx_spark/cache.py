@@ -34,6 +34,7 @@ FIELDS = {   # all that mlx-lm's caches remember
 
 def check_cache(c) -> None:
     "Refuse, by name, a cache that cannot be rewound."
+    if {"fed", "marked"} & vars(c).keys(): raise ValueError("this cache is marked by another Rewinder: close that one first")
     if type(c) not in FIELDS:
         raise ValueError(f"cannot rewind a {type(c).__name__}; supported: {', '.join(k.__name__ for k in FIELDS)}")
     gone = [f for f in FIELDS[type(c)] if not hasattr(c, f)]
@@ -254,6 +255,7 @@ class Rewinder:
     def mark(self, rows: int | None = None) -> None:
         "Remember this moment. `rows`, if given, is the number of positions that must be fed before the commit."
         if self._marks is not None: raise RuntimeError("mark() was called twice: commit the pending pass first")
+        if self._owners and not self._owners.stops: raise RuntimeError("this Rewinder was closed and hears the model no more")
         for c in leaves(self.cache): check_cache(c)
         self._marks, self._rows = [_mark(c) for c in leaves(self.cache)], rows
         if self._owners: self._owners.calls = {id(m.cache): [] for m in self._marks if type(m.cache) is ArraysCache}

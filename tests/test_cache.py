@@ -15,6 +15,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models import cache as mlx_cache
 
 from mlx_spark.cache import FIELDS, Rewinder, _WatchedRing, cache_offset, check_cache, leaves, make_cache
+from mlx_spark.taps import Taps
 from mlx_spark.targets import TINY_FAMILIES, tiny_target
 
 ROUND = st.lists(st.integers(1, 6), min_size=1, max_size=4)          # tokens of each pass under one mark
@@ -267,6 +268,29 @@ def test_committed_rows_are_plain_decoding_and_rejected_ones_leave_no_trace(case
     assert spread > 1e-2 and mx.abs(got - want).max().item() < 1e-4 * spread   # other shapes round otherwise
     assert mx.array_equal(got, again)                                         # bit for bit, whatever was rejected
     assert [type(m) for _, m in model.named_modules()] == classes
+
+
+@pytest.mark.parametrize("taps_first", [True, False])
+def test_taps_and_rewinder_listen_to_the_same_layers(taps_first):
+    "Both hear qwen3_next's decoder layers; a replay must not overwrite what was tapped, and either may leave first."
+    model, _ = tiny_target("qwen3_next")
+    classes, tokens = [type(m) for m in model.modules()], mx.array([[3, 1, 4, 1, 5]])
+    with Taps(model, (-1, 0, 3)) as alone:
+        model(tokens, make_cache(model))
+        want = alone.take(slice(0, 2))
+    cache, taps = make_cache(model), Taps(model, (-1, 0, 3))
+    if taps_first: taps.install()
+    rewinder = Rewinder(model, cache)
+    if not taps_first: taps.install()
+    rewinder.mark()
+    model(tokens, cache)
+    rewinder.commit(2)
+    assert mx.array_equal(taps.take(slice(0, 2)), want)
+    first, last = (taps.remove, rewinder.close) if taps_first else (rewinder.close, taps.remove)
+    first()
+    model(tokens, cache)
+    last()
+    assert [type(m) for m in model.modules()] == classes and cache_offset(cache) == 7
 
 
 def test_a_module_that_hides_its_recurrent_cache_is_named():

@@ -25,7 +25,8 @@ DRAFTER = "q3_b4_rank0_conf"
 def models(): return Models(SUITE)
 
 
-PLAN = [pytest.param(p, form, id=f"{p.parent.name}/{p.stem}" + (f" in {form}" if form else "")) for p, form in oracle.plan(SUITE)]
+name_of = lambda path, form: f"{path.parent.name}/{path.stem}" + (f" in {form}" if form else "")
+PLAN = [pytest.param(path, form, id=name_of(path, form)) for path, form in oracle.plan(SUITE)]
 
 
 @pytest.mark.parametrize("path,form", PLAN)
@@ -52,7 +53,8 @@ def suite(tmp_path):
     return tmp_path
 
 
-def failures(folder): return {f"{c.group}/{c.name}": c.note for c in run_suite(folder) if c.status == "fail"}
+def failures(folder, only=""):
+    return {f"{c.group}/{c.name}": c.note for c in run_suite(folder, only=only) if c.status == "fail"}
 
 
 def edit_json(path, change): path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -75,7 +77,7 @@ def test_perturbed_weight(suite, tensor):
     "Two hundredths more in one entry of one tensor."
     def change(tensors): tensors[tensor][(0,) * tensors[tensor].ndim] += .02
     edit_tensors(suite / f"drafters/{DRAFTER}/model.safetensors", change)
-    assert f"forward/{DRAFTER}" in failures(suite)
+    assert f"forward/{DRAFTER}" in failures(suite, "forward")
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -91,9 +93,9 @@ def test_wrong_rope_and_wrong_mask_token(suite):
     path = suite / f"drafters/{DRAFTER}/config.json"
     rope = lambda theta: {"rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
     edit_json(path, lambda c: c | rope(20000.0))
-    assert f"forward/{DRAFTER}" in failures(suite)
+    assert f"forward/{DRAFTER}" in failures(suite, "forward")
     edit_json(path, lambda c: c | rope(10000.0) | {"mask_token_id": 5})
-    assert "draft_input_ids" in failures(suite)[f"forward/{DRAFTER}"]
+    assert "draft_input_ids" in failures(suite, "forward")[f"forward/{DRAFTER}"]
 
 
 @pytest.mark.parametrize("field,change", [
@@ -106,7 +108,7 @@ def test_changed_record(suite, field, change):
     rows = read_jsonl(path)
     rows[2]["rounds"][0][field] = change(rows[2]["rounds"][0][field])
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert failures(suite)[f"traces/{DRAFTER}__trunc"].startswith(f"row 2 round 0 {field.removesuffix('_logits')}")
+    assert failures(suite, "trunc")[f"traces/{DRAFTER}__trunc"].startswith(f"row 2 round 0 {field.removesuffix('_logits')}")
 
 
 @pytest.mark.parametrize("field", ["output_ids", "acceptance_lengths", "proposal_lengths", "target_greedy_new_tokens"])
@@ -115,7 +117,7 @@ def test_changed_row(suite, field):
     rows = read_jsonl(path)
     rows[4][field] = [*rows[4][field][:-1], rows[4][field][-1] + 1]
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert f"row 4 {field}" in failures(suite)[f"traces/{DRAFTER}__stop"]
+    assert f"row 4 {field}" in failures(suite, "stop")[f"traces/{DRAFTER}__stop"]
 
 
 def test_lost_round(suite):
@@ -123,12 +125,12 @@ def test_lost_round(suite):
     rows = read_jsonl(path)
     rows[0]["rounds"] = []   # a loop without the redundant last round would write this
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert "number of rounds: 1, wanted 0" in failures(suite)[f"traces/{DRAFTER}__trunc"]
+    assert "number of rounds: 1, wanted 0" in failures(suite, "trunc")[f"traces/{DRAFTER}__trunc"]
 
 
 def test_changed_decision(suite):
     edit_tensors(suite / "sampling/verify.safetensors", lambda t: t.update({"case0.accepted": t["case0.accepted"] + 1}))
-    assert "case0.random_close accepted" in failures(suite)["sampling/verify"]
+    assert "case0.random_close accepted" in failures(suite, "verify")["sampling/verify"]
 
 
 def test_unreadable(suite):
@@ -146,7 +148,7 @@ def test_unreadable(suite):
 def test_unknown_target(suite):
     (suite / "drafters/orphan").mkdir()
     shutil.copy(suite / f"forward/{DRAFTER}.safetensors", suite / "forward/orphan.safetensors")
-    assert "no trace says which target 'orphan' belongs to" in failures(suite)["forward/orphan"]
+    assert "no trace says which target 'orphan' belongs to" in failures(suite, "orphan")["forward/orphan"]
 
 
 def test_manifest_sees_changes(suite):
@@ -283,8 +285,9 @@ def passes_of(row):
     passes = [{"input_ids": row["prompt_ids"], "argmax": [], "margin": []} | nothing]
     for r in row["rounds"]:
         verified = [r["anchor"], *r["draft_tokens"][:r["proposal_length"]]]
-        passes.append({"input_ids": verified, "argmax": r["target_argmax"], "margin": [r["min_target_margin"]],
-                       "draft_margin": r["min_draft_margin"]} | {k: r[k] for k in ("ctx_len", "draft_tokens", "confidence_logits")})
+        seen = {"input_ids": verified, "argmax": r["target_argmax"], "margin": [r["min_target_margin"]]}
+        drafted = {k: r[k] for k in ("ctx_len", "draft_tokens", "confidence_logits")}
+        passes.append(seen | drafted | {"draft_margin": r["min_draft_margin"]})
     return passes
 
 

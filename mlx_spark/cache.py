@@ -34,7 +34,7 @@ FIELDS = {   # all that mlx-lm's caches remember
 
 def check_cache(c) -> None:
     "Refuse, by name, a cache that cannot be rewound."
-    if {"fed", "marked"} & vars(c).keys(): raise ValueError("this cache is marked by another Rewinder: close that one first")
+    if {"fed", "marked"} & vars(c).keys(): raise ValueError("this cache is marked by another Rewinder: close that first")
     if type(c) not in FIELDS:
         raise ValueError(f"cannot rewind a {type(c).__name__}; supported: {', '.join(k.__name__ for k in FIELDS)}")
     gone = [f for f in FIELDS[type(c)] if not hasattr(c, f)]
@@ -186,7 +186,8 @@ class _Owners:
         calls.append(_Call(module, tuple(map(_handle, args)), {k: _handle(v) for k, v in kwargs.items()}, rows))
 
     def stop(self) -> None:
-        while self.stops: self.stops.pop()()
+        for stop in self.stops or (): stop()
+        self.stops = None   # closed
 
 # %% ../nbs/04_cache.ipynb #d41f4a74
 def _mark_arrays(c: ArraysCache) -> _Mark:
@@ -255,7 +256,7 @@ class Rewinder:
     def mark(self, rows: int | None = None) -> None:
         "Remember this moment. `rows`, if given, is the number of positions that must be fed before the commit."
         if self._marks is not None: raise RuntimeError("mark() was called twice: commit the pending pass first")
-        if self._owners and not self._owners.stops: raise RuntimeError("this Rewinder was closed and hears the model no more")
+        if self._owners and self._owners.stops is None: raise RuntimeError("this Rewinder was closed: it hears nothing")
         for c in leaves(self.cache): check_cache(c)
         self._marks, self._rows = [_mark(c) for c in leaves(self.cache)], rows
         if self._owners: self._owners.calls = {id(m.cache): [] for m in self._marks if type(m.cache) is ArraysCache}

@@ -51,7 +51,7 @@ def listen(
         module._listeners.remove(ear)
         if not module._listeners:
             if type(module) not in _listening.values():
-                raise RuntimeError(f"the class of {type(module).__name__} was swapped again while we heard it: undo that")
+                raise RuntimeError(f"the class of {type(module).__name__} was swapped again meanwhile: undo that first")
             module.__class__ = plain_class(module)
             object.__delattr__(module, "_listeners")
     return stop

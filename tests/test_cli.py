@@ -1,0 +1,181 @@
+"The command `mlx_spark` as a shell sees it, and what README.md promises."
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_spark.cli import DEMO_PROMPTS, available, main, shipped_drafters
+from mlx_spark.targets import save_tiny
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [str(Path(sys.executable).with_name("mlx_spark"))]
+README = (ROOT / "README.md").read_text()
+RESULT = ROOT / "benchmarks/results/demo.json"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory): return str(save_tiny(tmp_path_factory.mktemp("models") / "tiny", "llama"))
+
+
+def shell(*argv, stdin="", **env):
+    "Run the console command in a process of its own."
+    return subprocess.run([*COMMAND, *argv], input=stdin, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+# ---- help ----
+
+def test_help_lists_what_is_there():
+    done = shell("--help")
+    assert done.returncode == 0 and done.stderr == ""
+    for name, command in available().items():
+        assert re.search(rf"^  {name} +\S", done.stdout, re.M), name
+        assert len(command.about) < 80
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as end: main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: mlx_spark {name}")
+
+
+# ---- generate and demo ----
+
+def test_json_is_the_last_and_only_line(tiny):
+    argv = ["generate", "--model", tiny, "--prompt", "-", "--max-tokens", "12", "--draft-model", tiny, "--draft-bits", "6", "--compare", "--json"]
+    done = shell(*argv, stdin="to be or not to be")
+    assert done.returncode == 0 and done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert result["ids_match"] is True and result["tokens"] == 12
+    assert all(result[k] > 0 for k in ("tau", "tok_s", "plain_tok_s", "speedup"))
+    assert "Traceback" not in done.stderr and "tokens/s" in done.stderr
+
+
+def test_the_answer_alone(tiny):
+    plain, lookup = (shell("generate", "--model", tiny, "-p", "hello", "-m", "8", "--verbose", "False", *more) for more in ([], ["--draft-model", "ngram"]))
+    assert plain.returncode == 0 and plain.stderr == "" and len(plain.stdout) > 1
+    assert lookup.stdout == plain.stdout
+
+
+def test_demo(tiny):
+    done = shell("demo", "--model", tiny, "--max-tokens", "6", "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1
+    assert [p["name"] for p in result["prompts"]] == list(DEMO_PROMPTS) and result["ids_match"] is True
+    for row in (result, *result["prompts"]): assert {"tau", "tok_s", "plain_tok_s", "ids_match"} <= row.keys()
+    assert "ratio" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only MLX's Linux wheel carries a reference BLAS")
+def test_demo_says_how_to_leave_the_slow_blas(tiny):
+    done = shell("demo", "--model", tiny, "--max-tokens", "2", MLX_SPARK_BLAS="off")
+    assert done.returncode == 0 and "BLAS: reference BLAS" in done.stdout
+    assert "To change that: unset MLX_SPARK_BLAS" in done.stdout
+
+
+# ---- trouble ----
+
+@pytest.mark.parametrize("argv,said", [
+    (["frobnicate"], "no command 'frobnicate'"),
+    (["generate", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    (["generate", "--model", "/no/such/folder"], "/no/such/folder"),
+    (["generate", "--model", "TINY", "--draft-model", "nobody"], "by name there are ngram"),
+    (["generate", "--model", "TINY", "--max-tokens", "0"], "max_tokens must be non-zero"),
+    (["generate", "--model", "TINY", "--temp", "-1"], "temp must be finite"),
+    (["generate", "--model", "TINY", "--max-tokens", "9999999999"], "MLX_SPARK_MEMORY_LIMIT_GB"),
+])
+def test_one_line_and_exit_2(tiny, argv, said, capsys):
+    assert main([tiny if a == "TINY" else a for a in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("mlx_spark") and said in err
+
+
+def test_the_shell_sees_it_too():
+    done = shell("generate", "--model", "/no/such/folder")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_debug_shows_the_traceback():
+    done = shell("generate", "--model", "/no/such/folder", MLX_SPARK_DEBUG="1")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def endless(tiny):
+    "A process that has begun to answer and would go on."
+    argv = ["generate", "--model", tiny, "--max-tokens", "1000000"]
+    process = subprocess.Popen([*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.read(1)
+    return process
+
+
+def test_ctrl_c(tiny):
+    process = endless(tiny)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and err.decode().strip() == "mlx_spark generate: interrupted"
+
+
+def test_reader_that_goes_away(tiny):
+    process = endless(tiny)
+    process.stdout.close()
+    assert process.wait(timeout=120) == 141
+    assert process.stderr.read() == b""
+
+
+# ---- README ----
+
+def blocks(language): return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+def test_links_exist():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
+    assert len(links) > 10
+    for link in links: assert (ROOT / link).exists(), link
+
+
+def test_every_notebook_is_listed_in_order():
+    listed = re.findall(r"^\| \[(\w+)\]\(nbs/\1\.ipynb\) \|", README, re.M)
+    assert sorted(listed) == sorted(p.stem for p in (ROOT / "nbs").glob("[0-9]*.ipynb"))
+    assert [name[:2] for name in listed] == sorted(name[:2] for name in listed)
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", "\n".join(blocks("sh")) + "`".join(re.findall(r"`(make [^`]+)`", README)))):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_python_runs(tiny):
+    (code,) = blocks("python")
+    assert code.count("smollm2-135m") == 1 and len(code.strip().splitlines()) <= 10
+    done = subprocess.run([sys.executable, "-c", code.replace("smollm2-135m", tiny)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"tokens/s, \d+\.\d\d tokens a cycle", done.stdout)
+
+
+def test_commands_run(tiny):
+    lines = [line for line in "\n".join(blocks("sh")).splitlines() if line.startswith("mlx_spark ")]
+    assert lines
+    for line in lines:
+        done = shell(*shlex.split(line.replace("smollm2-135m", tiny), comments=True)[1:])
+        assert done.returncode == 0 and "ids equal" in done.stdout, done.stderr
+
+
+def test_what_is_said_of_the_drafter_is_true():
+    assert ("No trained drafter ships yet" in README) == (not shipped_drafters())
+
+
+def test_figure_is_of_the_results_file():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    result = json.loads(RESULT.read_text())
+    assert figures.caption(result) in (ROOT / "docs/demo.svg").read_text()
+    assert result["prompts"] and all(p["ids_match"] or p["ties"] for p in result["prompts"])

@@ -80,7 +80,7 @@ def buffers_that_grow_by(step):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(prompt=st.integers(0, 20), one_pass=st.booleans(), history=HISTORY, step=st.sampled_from([256, 3]))
 def test_any_history_of_commits_shows_what_single_steps_would(kind, prompt, one_pass, history, step):
     with buffers_that_grow_by(step): run_history(kind, prompt, one_pass, history)

@@ -154,8 +154,16 @@ def test_make_targets_exist():
 
 def test_python_runs(tiny):
     (code,) = blocks("python")
-    assert code.count("smollm2-135m") == 1 and len(code.strip().splitlines()) <= 10
-    done = subprocess.run([sys.executable, "-c", code.replace("smollm2-135m", tiny)], cwd=ROOT, capture_output=True, text=True)
+    assert len(code.strip().splitlines()) <= 10
+    check_python(code.replace('load_drafter("smollm2-135m-dspark", model)', f'load("{tiny}")[0]').replace('"smollm2-135m"', f'"{tiny}"'))
+
+
+@pytest.mark.weights
+def test_python_runs_as_it_stands(): check_python(blocks("python")[0].replace("max_tokens=128", "max_tokens=16"))
+
+
+def check_python(code):
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"tokens/s, \d+\.\d\d tokens a cycle", done.stdout)
 
@@ -164,12 +172,24 @@ def test_commands_run(tiny):
     lines = [line for line in "\n".join(blocks("sh")).splitlines() if line.startswith("mlx_spark ")]
     assert lines
     for line in lines:
-        done = shell(*shlex.split(line.replace("smollm2-135m", tiny), comments=True)[1:])
+        line = line.replace("smollm2-135m-dspark", "ngram").replace("smollm2-135m", tiny)
+        done = shell(*shlex.split(line, comments=True)[1:])
         assert done.returncode == 0 and "ids equal" in done.stdout, done.stderr
 
 
-def test_what_is_said_of_the_drafter_is_true():
-    assert ("No trained drafter ships yet" in README) == (not shipped_drafters())
+def test_drafters_named_are_shipped():
+    assert set(re.findall(r"[\w-]+-dspark\b", README)) == set(shipped_drafters())
+
+
+def test_table_is_of_the_results_file():
+    result = json.loads((ROOT / "benchmarks/results/smollm2_acceptance.json").read_text())
+    environment, sets = result["environment"], ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
+    assert f"{environment['date'][:10]}, commit {environment['commit']}, [`benchmarks/results/smollm2_acceptance.json`]" in README
+    for name, drafter in (("DSpark", "dspark"), ("DFlash", "dflash")):
+        for temp in (0, 1):
+            tau = {r["set"]: r["tau"] for r in result["rows"] if (r["drafter"], r["temp"]) == (drafter, temp)}
+            cells = [*(tau[s] for s in sets), result["macro_tau"][f"{drafter} T={temp}"]]
+            assert f"| {name}, T = {temp} | " + " | ".join(f"{x:.2f}" for x in cells) + " |" in README
 
 
 def test_figure_is_of_the_results_file():

@@ -45,6 +45,7 @@ COMMANDS = (
     Command("generate", "cli", "answer a prompt, with or without a drafter", "add_generate_arguments", "run_generate"),
     Command("regen", "data", "let a target write the text that its drafter learns from"),
     Command("train", "train", "train a DSpark drafter for a target"),
+    Command("calibrate", "calibration", "make a drafter's confidences probabilities"),
     Command("measure", "bench", "acceptance and speed of a drafter over a file of prompts"),
     Command("oracle", "oracle", "compare every number with recorded reference data"),
     Command("trace-experts", "expert_trace", "record which experts a task uses", "add_trace_arguments", "run_trace"),

@@ -287,12 +287,14 @@ def parts(model: nn.Module) -> Parts:
     decoder, args = getattr(text, "model", None), getattr(text, "args", None)
     missing = [n for n in ("layers", "embed_tokens", "norm") if not hasattr(decoder, n)]
     if missing: raise ValueError(f"{where} keeps no {', '.join(missing)} in .model: this target is not supported")
+    if args is None: raise ValueError(f"{where} keeps no sizes in .args: this target is not supported")
     scaled = [n for n in HEAD_SCALES if hasattr(text, n) or hasattr(args, n)]
     if scaled: raise ValueError(f"{where} scales its logits by {scaled[0]}: this target is not supported")
     softcap = getattr(text, "final_logit_softcapping", getattr(args, "final_logit_softcapping", None))
     return Parts(
         decoder=decoder, layers=decoder.layers, embed_tokens=decoder.embed_tokens,
-        lm_head=getattr(text, "lm_head", None), softcap=softcap, embed_scale=_embed_scale(decoder, args), dims=_dims(decoder, args))
+        lm_head=getattr(text, "lm_head", None), softcap=softcap, embed_scale=_embed_scale(decoder, args),
+        dims=_dims(decoder, args))
 
 def _embed_scale(decoder: nn.Module, args: Any) -> float:
     "The factor between an embedding row and the first layer's input."

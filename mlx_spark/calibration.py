@@ -9,7 +9,7 @@ __all__ = ['CLAMP', 'GRID', 'survival', 'sigmoid', 'Bins', 'reliability', 'auc',
            'target_thresholds', 'split_report', 'mean_of', 'add_arguments', 'read_texts', 'run', 'write_calibration',
            'as_table', 'check_golden', 'check_metrics', 'check_temps']
 
-# %% ../nbs/09_calibration.ipynb #3a8c62ea
+# %% ../nbs/09_calibration.ipynb #243baff1
 import argparse
 import json
 import sys
@@ -27,7 +27,7 @@ from .generate import speculative_step
 from .sources import DraftSource, as_source
 from .verify import Sampling
 
-# %% ../nbs/09_calibration.ipynb #aa1e606f
+# %% ../nbs/09_calibration.ipynb #cea46caf
 def survival(
     logits: np.ndarray,                # (N, gamma) confidence logits
     temps: np.ndarray | None = None,   # (gamma,) > 0; None: as they are
@@ -42,7 +42,7 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
     e = np.exp(-np.abs(z))
     return np.where(z >= 0, 1, e) / (1 + e)
 
-# %% ../nbs/09_calibration.ipynb #1b719d90
+# %% ../nbs/09_calibration.ipynb #c4d931dd
 CLAMP = 1e-8 # predictions are kept this far from 0 and 1
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Bins:
         if not self.count.sum(): return float("nan")
         return float(np.nansum(np.abs(self.pred - self.target) * self.count) / self.count.sum())
 
+# %% ../nbs/09_calibration.ipynb #95faa76c
 def reliability(
     p: np.ndarray,    # (N,) predictions
     y: np.ndarray,    # (N,) outcomes, 0 or 1
@@ -65,15 +66,17 @@ def reliability(
 ) -> Bins:
     "Means of prediction and outcome in equal bins."
     p, y = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP), np.asarray(y, np.float64)
-    if p.shape != y.shape or p.ndim != 1: raise ValueError(f"predictions {p.shape} and outcomes {y.shape}: wanted (N,) twice")
+    if p.shape != y.shape or p.ndim != 1:
+        raise ValueError(f"predictions {p.shape} and outcomes {y.shape}: wanted (N,) twice")
     at = np.minimum((p * n_bins).astype(np.int64), n_bins - 1)
     count, total = np.bincount(at, minlength=n_bins), lambda w: np.bincount(at, weights=w, minlength=n_bins)
     with np.errstate(invalid="ignore"): return Bins(total(p) / count, total(y) / count, count)
 
-# %% ../nbs/09_calibration.ipynb #8099c6ae
+# %% ../nbs/09_calibration.ipynb #cd9c227b
 def auc(p: np.ndarray, y: np.ndarray, n_bins: int = 1000) -> float:
-    "Chance that a hit is predicted above a miss; ties within a bin count 1/2; NaN if there are only hits or only misses."
-    at = np.minimum((np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP) * n_bins).astype(np.int64), n_bins - 1)
+    "Chance that a hit is predicted above a miss; ties within a bin count 1/2; NaN if only one of the two occurs."
+    p = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP)
+    at = np.minimum((p * n_bins).astype(np.int64), n_bins - 1)
     hit = np.asarray(y, dtype=bool)
     hits, misses = np.bincount(at[hit], minlength=n_bins), np.bincount(at[~hit], minlength=n_bins)
     pairs = hits.sum() * misses.sum()
@@ -85,7 +88,7 @@ def brier(p: np.ndarray, y: np.ndarray) -> float:
     p = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP)
     return float(np.mean((p - np.asarray(y, np.float64)) ** 2)) if len(p) else float("nan")
 
-# %% ../nbs/09_calibration.ipynb #73456658
+# %% ../nbs/09_calibration.ipynb #85654504
 @dataclass(frozen=True)
 class Position:
     "How well survival of drafts 1..k is predicted."
@@ -97,6 +100,7 @@ class Position:
     target_mean: float # share of prefixes accepted
     bins: Bins
 
+# %% ../nbs/09_calibration.ipynb #a680f2b1
 def measure_positions(
     pred: np.ndarray,    # (N, gamma) predicted survival
     accept: np.ndarray,  # (N, gamma) prefix accepted
@@ -115,8 +119,8 @@ def measure_positions(
         out.append(Position(len(p), bins.ece, auc(p, y, n_auc_bins), brier(p, y), mean(p), mean(y), bins))
     return out
 
-# %% ../nbs/09_calibration.ipynb #c8f50086
-def check_blocks(values: np.ndarray, accept: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+# %% ../nbs/09_calibration.ipynb #ac592d08
+def check_blocks(values, accept, lengths) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (N, gamma), (N, gamma), (N,)
     "The three as float64, bool and int arrays, if they belong together."
     values, accept, lengths = np.asarray(values, np.float64), np.asarray(accept).astype(bool), np.asarray(lengths)
     if values.ndim != 2 or accept.shape != values.shape or lengths.shape != values.shape[:1]:
@@ -133,7 +137,7 @@ def summarize(positions: list[Position]) -> dict[str, float]:
         out[key] = sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else float("nan")
     return out
 
-# %% ../nbs/09_calibration.ipynb #aeeb969f
+# %% ../nbs/09_calibration.ipynb #937d923d
 GRID = 10 ** np.linspace(-1, 1, 81)
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ def pick_temp(errors: np.ndarray, grid: np.ndarray) -> int:
     "Index of the least error; ties go to the least |ln T|, then to the least T."
     return min(range(len(grid)), key=lambda i: (errors[i], abs(np.log(grid[i])), grid[i]))
 
+# %% ../nbs/09_calibration.ipynb #2fa2559f
 def fit_temps(
     logits: np.ndarray,       # (N, gamma) uncalibrated confidence logits
     accept: np.ndarray,       # (N, gamma) prefix accepted
@@ -174,7 +179,7 @@ def fit_temps(
     edge = [k for k, T in enumerate(temps) if T in (np.min(grid), np.max(grid)) and len(grid) > 1]
     return Fit(temps, np.array(before), np.array(after), edge)
 
-# %% ../nbs/09_calibration.ipynb #1061d647
+# %% ../nbs/09_calibration.ipynb #4e809bc4
 @dataclass(frozen=True)
 class Blocks:
     "Verified blocks: confidence logits and prefix acceptance (N, gamma), known lengths and prompt numbers (N,)."
@@ -200,7 +205,7 @@ class Watched(DraftSource):
         if self.last is not None: mx.async_eval(self.last)
         return draft
 
-# %% ../nbs/09_calibration.ipynb #f5b3a88b
+# %% ../nbs/09_calibration.ipynb #b2e5e9e8
 def to_logits(confidence: np.ndarray, temps: np.ndarray | None) -> np.ndarray:
     "The logits behind confidences (n,), with the temperatures in use taken out again."
     c = np.clip(np.asarray(confidence, np.float64), CLAMP, 1 - CLAMP)
@@ -216,7 +221,7 @@ def known_drafts(cycle) -> int:
     "Drafts of a finished cycle whose verdict is known: up to a stop token among the accepted ones, else all."
     return cycle.n_accepted if cycle.n_accepted == len(cycle.tokens) else cycle.verify_length
 
-# %% ../nbs/09_calibration.ipynb #070a1ded
+# %% ../nbs/09_calibration.ipynb #95b0d0d8
 def collect(
     model,
     draft_model,                 # drafter or source that has confidences
@@ -245,13 +250,14 @@ def collect(
 
 def one_block(cycle, source: Watched, gamma: int, temps, prompt: int) -> tuple:
     "(logits (gamma,), accept (gamma,), known length, prompt) of a cycle."
-    if source.last is None: raise ValueError(f"source {source.name!r} gives no confidences, there is nothing to calibrate")
+    if source.last is None:
+        raise ValueError(f"source {source.name!r} gives no confidences, there is nothing to calibrate")
     n = known_drafts(cycle)
     logits = np.zeros(gamma)
     logits[:cycle.verify_length] = to_logits(np.array(source.last[0]), temps)[:cycle.verify_length]
     return logits, np.arange(gamma) < cycle.n_accepted, n, prompt
 
-# %% ../nbs/09_calibration.ipynb #6d96edca
+# %% ../nbs/09_calibration.ipynb #8676c1ef
 def stamp(
     folder: str | Path,  # drafter as `save_drafter` writes it
     calibration: dict,   # "temps" (gamma,), "temp" they were fitted at, and whatever should be known of their origin
@@ -260,8 +266,9 @@ def stamp(
     path = Path(folder) / "config.json"
     raw = json.loads(path.read_text(encoding="utf-8"))
     if "format_version" not in raw:
-        raise ValueError(f"{path} is a published config, which has no place for temperatures: write a copy with save_drafter")
-    if "temp" not in calibration: raise ValueError(f"a calibration names the 'temp' it is for, got {sorted(calibration)}")
+        raise ValueError(f"{path} is published, without a place for temperatures: write a copy with save_drafter")
+    if "temp" not in calibration:
+        raise ValueError(f"a calibration names the 'temp' it is for, got {sorted(calibration)}")
     config = replace(own_config(raw), calibration=calibration)
     write_atomic(path, json.dumps(config.to_dict() | {"sha256": raw["sha256"]}, indent=1) + "\n")
 
@@ -271,10 +278,10 @@ def check_serving_temp(drafter, sampling: Sampling) -> None:
     if config is None or not config.calibration or "temp" not in config.calibration: return
     fitted, used = config.calibration["temp"], 0.0 if sampling.greedy else sampling.temp
     if abs(fitted - used) > 0.1:
-        warnings.warn(f"the drafter's confidences are calibrated for temperature {fitted:g}, this request uses {used:g}: "
-                      "verify lengths may be chosen badly (the text is the same)", stacklevel=2)
+        warnings.warn(f"the drafter's confidences are calibrated for temperature {fitted:g}, this request uses "
+                      f"{used:g}: verify lengths may be chosen badly (the text is unaffected)", stacklevel=2)
 
-# %% ../nbs/09_calibration.ipynb #69cc2a18
+# %% ../nbs/09_calibration.ipynb #36ef2b35
 def target_thresholds(
     conf: np.ndarray,      # (N, gamma) confidences, calibrated or not
     accept: np.ndarray,    # (N, gamma) prefix accepted
@@ -296,7 +303,7 @@ def target_thresholds(
         on = rows & accept[:, k] & (conf[:, k] >= out[k])
     return out
 
-# %% ../nbs/09_calibration.ipynb #c4a3c17f
+# %% ../nbs/09_calibration.ipynb #e1c1d993
 def split_report(blocks: Blocks, *, grid: np.ndarray = GRID) -> dict:
     "Fit on the blocks of even prompts; errors of every position on those of odd ones, without and with temperatures."
     fitted, held = blocks.of(blocks.prompt % 2 == 0), blocks.of(blocks.prompt % 2 == 1)
@@ -306,17 +313,18 @@ def split_report(blocks: Blocks, *, grid: np.ndarray = GRID) -> dict:
     judge = lambda temps: measure_positions(survival(held.logits, temps), held.accept, held.lengths)
     before, after = judge(None), judge(fit.temps)
     column = lambda name, ps: [None if np.isnan(v := getattr(p, name)) else round(v, 6) for p in ps]
-    return {"temps": fit.temps.tolist(), "at_edge": fit.at_edge, "fitted_blocks": len(fitted.lengths),
-            "held_out_blocks": [p.count for p in before], "ece_before": column("ece", before), "ece_after": column("ece", after),
-            "auc_before": column("auc", before), "auc_after": column("auc", after),
-            "brier_before": column("brier", before), "brier_after": column("brier", after)}
+    report = {"temps": fit.temps.tolist(), "at_edge": fit.at_edge, "fitted_blocks": len(fitted.lengths),
+              "held_out_blocks": [p.count for p in before]}
+    for name in ("ece", "auc", "brier"):
+        report |= {f"{name}_before": column(name, before), f"{name}_after": column(name, after)}
+    return report
 
 def mean_of(values: list) -> float:
     "Mean of the numbers that are there."
     there = [v for v in values if v is not None]
     return sum(there) / len(there) if there else float("nan")
 
-# %% ../nbs/09_calibration.ipynb #1395ba42
+# %% ../nbs/09_calibration.ipynb #6cd1ec70
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags of `mlx_spark calibrate`."
     p = parser.add_argument
@@ -325,7 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p("--prompts", help='{"turns": [...]} a line, or one prompt a line; default: 24 prompts that come with the package')
     p("--n", type=int, help="prompts to use; all by default")
     p("--temp", type=float, default=0.0, help="serving temperature that the confidences shall be true for")
-    p("--target", type=float, help="also derive thresholds at which this share of the drafts of a position is kept, 0..1")
+    p("--target", type=float, help="also derive thresholds at which this share of a position's drafts is kept, 0..1")
     p("--max-tokens", type=int, default=64, help="tokens a prompt")
     p("--seed", type=int, default=0)
     p("--out", help="folder for a calibrated copy; by default a drafter given as a folder is stamped in place")
@@ -337,7 +345,7 @@ def read_texts(path: str | None) -> list[str]:
     from mlx_spark.expert_trace import PROMPTS
     return [turns[0] for turns in read_prompts(path)] if path else [t for row in zip(*PROMPTS.values()) for t in row]
 
-# %% ../nbs/09_calibration.ipynb #3358bd18
+# %% ../nbs/09_calibration.ipynb #1763fe8b
 def run(args: argparse.Namespace) -> int:
     "`mlx_spark calibrate`."
     from mlx_spark.bench import chat_ids
@@ -361,7 +369,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json: emit_json(report)
     return 0
 
-# %% ../nbs/09_calibration.ipynb #e342aeb4
+# %% ../nbs/09_calibration.ipynb #1791d4a6
 def write_calibration(name: str, out: str | None, report: dict) -> str | None: # folder written
     "Stamp `out` (made as a copy of the drafter) or, if that is None, the drafter's own folder if it was given as one."
     folder = Path(name).expanduser()
@@ -370,13 +378,14 @@ def write_calibration(name: str, out: str | None, report: dict) -> str | None: #
         source, folder = find_drafter(name), Path(out).expanduser()
         raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if "format_version" not in raw:
-            raise ValueError(f"{name} is a published checkpoint: load_drafter and save_drafter make a copy that can be stamped")
+            raise ValueError(f"{name} is a published checkpoint: load_drafter, then save_drafter, make a copy to stamp")
         folder.mkdir(parents=True, exist_ok=True)
         for file in ("model.safetensors", "config.json"):
             if source.resolve() != folder.resolve(): write_atomic(folder / file, (source / file).read_bytes())
     stamp(folder, report)
     return str(folder)
 
+# %% ../nbs/09_calibration.ipynb #04f016f4
 def as_table(report: dict) -> str:
     "The report for people."
     show = lambda v: "     -" if v is None else f"{100 * v:5.1f}%"
@@ -384,12 +393,15 @@ def as_table(report: dict) -> str:
              "position  blocks       T  ECE before   after"]
     columns = zip(report["held_out_blocks"], report["temps"], report["ece_before"], report["ece_after"])
     for k, (n, T, a, b) in enumerate(columns, 1):
-        lines.append(f"{k:8}  {n:6}  {T:6.2f}      {show(a)}  {show(b)}" + ("  (end of the grid)" if k - 1 in report["at_edge"] else ""))
-    lines.append(f"    mean                      {show(mean_of(report['ece_before']))}  {show(mean_of(report['ece_after']))}")
-    if "thresholds" in report: lines.append(f"thresholds for {report['target']:g}: {' '.join(f'{t:.2f}' for t in report['thresholds'])}")
-    return "\n".join([*lines, f"stamped: {report['written']}" if report["written"] else "not stamped: give --out FOLDER for a copy"])
+        lines.append(f"{k:8}  {n:6}  {T:6.2f}      {show(a)}  {show(b)}")
+        if k - 1 in report["at_edge"]: lines[-1] += "  (end of the grid)"
+    lines.append(f"    mean{'':22}{show(mean_of(report['ece_before']))}  {show(mean_of(report['ece_after']))}")
+    if "thresholds" in report:
+        lines.append(f"thresholds for {report['target']:g}: {' '.join(f'{t:.2f}' for t in report['thresholds'])}")
+    lines.append(f"stamped: {report['written']}" if report["written"] else "not stamped: give --out FOLDER for a copy")
+    return "\n".join(lines)
 
-# %% ../nbs/09_calibration.ipynb #3cfa8fbc
+# %% ../nbs/09_calibration.ipynb #3e28050e
 def check_golden(folder: Path) -> list:
     "Cases of `goldens/deepspec/calibration` for the oracle."
     from mlx_spark.oracle import Tally, as_cases
@@ -397,9 +409,10 @@ def check_golden(folder: Path) -> list:
     for path in sorted(Path(folder).glob("*.json")):
         tally = Tally("calibration", path.stem)
         check = check_temps if path.stem.startswith("sts_") else check_metrics
-        cases += as_cases("calibration", path.stem, lambda: (check(path, tally), tally.case())[1])
+        cases += as_cases("calibration", path.stem, lambda: check(path, tally) or tally.case())
     return cases
 
+# %% ../nbs/09_calibration.ipynb #ba157491
 def check_metrics(path: Path, tally) -> None:
     "One file of metrics: every position, every bin, the summary."
     want = json.loads(path.read_text(encoding="utf-8"))
@@ -421,7 +434,7 @@ def check_metrics(path: Path, tally) -> None:
             tally.close("bin", got, [b["avg_pred"], b["avg_target"], b["weight"]], 1e-9, at=f"position {k}")
     for name, value in want["summary"].items(): tally.close(name, summarize(found)[name], nan(value), 1e-9)
 
-# %% ../nbs/09_calibration.ipynb #d5ec6f97
+# %% ../nbs/09_calibration.ipynb #fba3fb9e
 def _edge_case(want: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Predictions given directly, for the first position of blocks of one draft."
     N, gamma = len(want["probs"]), want["block_size"]

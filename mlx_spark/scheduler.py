@@ -7,7 +7,7 @@ __all__ = ['Schedule', 'survival', 'candidates', 'algorithm1', 'capacity', 'top_
            'profile', 'profile_draft', 'fingerprint', 'costs_folder', 'measured_costs', 'CostWatch', 'best_length',
            'Parking', 'Planner', 'observe_round', 'check_golden', 'check_row']
 
-# %% ../nbs/11_scheduler.ipynb #ddb4af2c
+# %% ../nbs/11_scheduler.ipynb #53042f97
 import json
 import os
 import platform
@@ -29,7 +29,7 @@ from .core import write_atomic
 from .taps import Taps
 from .verify import Sampling
 
-# %% ../nbs/11_scheduler.ipynb #587e5e6c
+# %% ../nbs/11_scheduler.ipynb #48420e01
 @dataclass(frozen=True)
 class Schedule:
     "Drafts to verify for each request, and what is expected of it."
@@ -49,6 +49,7 @@ def candidates(a: np.ndarray) -> list[tuple[int, int, float]]: # (r, j, survival
     every = [(r, j + 1, float(a[r, j])) for r, j in np.ndindex(*a.shape) if a[r, j] > 0]
     return sorted(every, key=lambda c: -c[2])
 
+# %% ../nbs/11_scheduler.ipynb #eb622490
 def algorithm1(
     conf: np.ndarray,         # (R, gamma) confidences, 0..1
     sps: np.ndarray,          # (> R + R*gamma,) passes a second at B tokens; entry 0 isn't used
@@ -58,7 +59,8 @@ def algorithm1(
     "Verify lengths that maximise expected tokens a second along the path of falling survival."
     a = survival(conf)
     R = B = len(a)
-    if len(sps) <= a.size + R: raise ValueError(f"{R} requests of {a.shape[1]} drafts need sps up to {a.size + R} tokens, got {len(sps) - 1}")
+    if len(sps) <= a.size + R:
+        raise ValueError(f"{R} requests of {a.shape[1]} drafts need sps up to {a.size + R} tokens, got {len(sps) - 1}")
     lengths, tau, best, chosen, steps = [0] * R, float(R), R * float(sps[R]), [0] * R, []
     for r, j, chance in candidates(a):
         lengths[r], B, tau = j, B + 1, tau + chance
@@ -68,7 +70,7 @@ def algorithm1(
         elif early_stop: break
     return Schedule(chosen, best, steps)
 
-# %% ../nbs/11_scheduler.ipynb #5f93f8ed
+# %% ../nbs/11_scheduler.ipynb #872b2f8e
 def capacity(old_conf: np.ndarray, sps: np.ndarray) -> int:
     "Drafts worth verifying in all, by the whole path over confidences of an earlier round (paper, section 5.2)."
     return sum(algorithm1(old_conf, sps, early_stop=False).lengths)
@@ -87,7 +89,7 @@ def threshold_lengths(
     "Drafts before the first whose own confidence is below the threshold (specification, section 7)."
     return np.cumprod(np.asarray(conf) >= threshold, axis=1).sum(axis=1).tolist()
 
-# %% ../nbs/11_scheduler.ipynb #f1bce16b
+# %% ../nbs/11_scheduler.ipynb #092e39c3
 @dataclass
 class Costs:
     "Measured times of one machine, model, dtype and context length."
@@ -98,8 +100,9 @@ class Costs:
 
     def __post_init__(self):
         if len(self.tokens) != len(self.verify_ms) or self.tokens[:1] != [1] or sorted(set(self.tokens)) != self.tokens:
-            raise ValueError(f"costs need ascending token numbers from 1 and a time for each, got {self.tokens}, {self.verify_ms}")
-        if min(self.verify_ms) <= 0 or self.draft_ms < 0: raise ValueError(f"times are > 0, got {self.verify_ms}, draft {self.draft_ms}")
+            raise ValueError(f"wanted ascending token numbers from 1, a time for each; got {self.tokens}, {self.verify_ms}")
+        if min(self.verify_ms) <= 0 or self.draft_ms < 0:
+            raise ValueError(f"times are > 0, got {self.verify_ms}, drafter {self.draft_ms}")
 
     def pass_ms(self, B) -> np.ndarray:
         "Time of a target pass over B tokens (a number or an array)."
@@ -118,7 +121,7 @@ class Costs:
         "Time of a round that drafts a block and verifies n of it."
         return self.draft_ms + float(self.pass_ms(n + 1))
 
-# %% ../nbs/11_scheduler.ipynb #43ca5176
+# %% ../nbs/11_scheduler.ipynb #86a4591d
 def profile(
     model,                   # mlx-lm model
     source=None,             # draft source to time as well
@@ -140,8 +143,10 @@ def profile(
                 if repeat: samples[n].append(1e3 * (time.perf_counter() - tic))
                 rewinder.commit(0)
     draft_ms = 0.0 if source is None else profile_draft(model, source, ids, repeats)
-    return Costs(list(tokens), [float(np.median(samples[n])) for n in tokens], draft_ms, fingerprint(model, source, context))
+    verify_ms = [float(np.median(samples[n])) for n in tokens]
+    return Costs(list(tokens), verify_ms, draft_ms, fingerprint(model, source, context))
 
+# %% ../nbs/11_scheduler.ipynb #cc6216a1
 def profile_draft(model, source, ids: mx.array, repeats: int) -> float:
     "Median time of a proposal of full length, confidences included, behind the tokens `ids` (1, T)."
     samples, more = [], {}
@@ -158,20 +163,20 @@ def profile_draft(model, source, ids: mx.array, repeats: int) -> float:
         source.observe([[11]], [1], None if rows is None else rows[:, -1:])
     return float(np.median(samples[1:]))
 
-# %% ../nbs/11_scheduler.ipynb #aa043bb2
+# %% ../nbs/11_scheduler.ipynb #5151ba3a
 def fingerprint(model, source=None, context: int = 64) -> str:
     "Name of what `profile` measures: machine, device, BLAS, versions, model, dtype, context and drafter."
-    weights = tree_flatten(model.parameters())
     drafter = getattr(source, "drafter", None) or getattr(source, "draft_model", None)
+    layout = lambda m: m and [[name, w.shape, str(w.dtype)] for name, w in tree_flatten(m.parameters())]
     facts = {
         "machine": [platform.node(), platform.machine(), os.cpu_count()], "device": str(mx.device_info()),
         "blas": mlx_spark.blas_in_use(), "threads": os.environ.get("OMP_NUM_THREADS"), "mlx": mx.__version__,
-        "model": [[name, list(w.shape), str(w.dtype)] for name, w in weights],
+        "model": layout(model),
         "context": 4 ** int(np.ceil(np.log(max(context, 1)) / np.log(4))),
-        "drafter": [getattr(source, "name", None), getattr(source, "max_draft", 0)] + (
-            [[name, list(w.shape), str(w.dtype)] for name, w in tree_flatten(drafter.parameters())] if drafter is not None else [])}
+        "drafter": [getattr(source, "name", None), getattr(source, "max_draft", 0), layout(drafter)]}
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
+# %% ../nbs/11_scheduler.ipynb #f3f61cb7
 def costs_folder() -> Path:
     "MLX_SPARK_CACHE, or ~/.cache/mlx_spark."
     return Path(os.environ.get("MLX_SPARK_CACHE") or "~/.cache/mlx_spark").expanduser() / "costs"
@@ -189,7 +194,7 @@ def measured_costs(model, source=None, *, context: int = 64, refresh: bool = Fal
     except OSError as e: warnings.warn(f"step costs could not be kept in {path.parent}: {e}", stacklevel=2)
     return costs
 
-# %% ../nbs/11_scheduler.ipynb #74033a24
+# %% ../nbs/11_scheduler.ipynb #3e40bab6
 class CostWatch:
     "Compares measured rounds with the profile, and says when it should be taken anew."
     def __init__(self, costs: Costs, *, tolerance: float = 1.5, least: int = 16):
@@ -206,7 +211,7 @@ class CostWatch:
         middles = [float(np.median(r)) for r in self.ratios.values() if len(r) >= self.least]
         return len(middles) > 1 and max(middles) > self.tolerance * min(middles)
 
-# %% ../nbs/11_scheduler.ipynb #64c5d41e
+# %% ../nbs/11_scheduler.ipynb #cb56b158
 def best_length(
     conf: np.ndarray,      # (g,) confidences of this block
     round_ms: np.ndarray,  # (g+1,) time of verifying 0..g drafts
@@ -216,7 +221,8 @@ def best_length(
 ) -> int:                  # 0..g
     "Drafts to verify so that tokens minus rate x time is greatest."
     conf, time_cost = np.asarray(conf, np.float64), rate * np.asarray(round_ms, np.float64)
-    if len(time_cost) != len(conf) + 1: raise ValueError(f"{len(conf)} confidences need {len(conf) + 1} times, got {len(time_cost)}")
+    if len(time_cost) != len(conf) + 1:
+        raise ValueError(f"{len(conf)} confidences need {len(conf) + 1} times, got {len(time_cost)}")
     if usual is None: return int(np.argmax(np.r_[0.0, np.cumsum(np.cumprod(conf))] - time_cost))
     for n in range(len(conf)):
         known = np.r_[conf[:n + 1], np.asarray(usual)[n + 1:len(conf)]]
@@ -224,7 +230,7 @@ def best_length(
         if value[n + 1:].max() <= value[n]: return n
     return len(conf)
 
-# %% ../nbs/11_scheduler.ipynb #943f7936
+# %% ../nbs/11_scheduler.ipynb #4e7c4375
 @dataclass
 class Parking:
     "Whether to speculate, by what it has lost; all amounts in plain steps."
@@ -258,7 +264,7 @@ class Parking:
         share = self.share_changed if self.changed else self.share
         if share * self.waited >= self.loss: self.parked, self.probing, self.loss = False, True, 0.0
 
-# %% ../nbs/11_scheduler.ipynb #39dadd49
+# %% ../nbs/11_scheduler.ipynb #f3fd1534
 class Planner:
     "Draft and verify lengths of one request, by calibrated confidences and measured costs."
     def __init__(self, costs: Costs, gamma: int, *, greedy: bool = True, parking: Parking | None = None):
@@ -286,7 +292,7 @@ class Planner:
         look = None if self.greedy or conf is None else usual
         return best_length(usual[:n] if conf is None else conf, self.round_ms[:n + 1], self.rate, usual=look)
 
-# %% ../nbs/11_scheduler.ipynb #0629ea77
+# %% ../nbs/11_scheduler.ipynb #311e2b06
 def observe_round(
     planner: Planner,
     n: int,          # drafts verified
@@ -308,16 +314,20 @@ def observe_round(
     plain_ms = float(np.median(planner.plain_seen)) if planner.plain_seen else planner.plain_ms
     planner.parking.speculated(1 + n_accepted, ms / plain_ms)
 
-# %% ../nbs/11_scheduler.ipynb #aba6282f
+# %% ../nbs/11_scheduler.ipynb #7725fd08
 def check_golden(folder: Path) -> list:
     "Cases of `goldens/deepspec/scheduler` for the oracle: one for the named rows, one for each number of requests."
     from mlx_spark.oracle import Tally, as_cases, read_jsonl
     groups, cases = {}, []
-    for i, row in enumerate(read_jsonl(Path(folder) / "algorithm1.jsonl", ("confidences", "sps", "algorithm1_lengths"))):
+    rows = read_jsonl(Path(folder) / "algorithm1.jsonl", ("confidences", "sps", "algorithm1_lengths"))
+    for i, row in enumerate(rows):
         groups.setdefault(row.get("name", f"algorithm1, {row['R']} requests"), []).append((i, row))
     for name, rows in groups.items():
         tally = Tally("scheduler", name)
-        cases += as_cases("scheduler", name, lambda: ([check_row(row, tally, f"row {i}") for i, row in rows], tally.case())[1])
+        def check():
+            for i, row in rows: check_row(row, tally, f"row {i}")
+            return tally.case()
+        cases += as_cases("scheduler", name, check)
     return cases
 
 def check_row(row: dict, tally, at: str) -> None:
@@ -327,4 +337,5 @@ def check_row(row: dict, tally, at: str) -> None:
         tally.same(f"{name} lengths", found.lengths, row[f"{name}_lengths"], at=at)
         tally.close(f"{name} throughput", found.throughput, row[f"{name}_throughput"], 1e-9, relative=True, at=at)
     tally.close("steps", stop.steps, row["algorithm1_steps_until_break"], 1e-9, relative=True, at=at)
-    if row.get("optimum_lengths"): tally.close("optimum", free.throughput, row["optimum_throughput"], 1e-9, relative=True, at=at)
+    if row.get("optimum_lengths"):
+        tally.close("optimum", free.throughput, row["optimum_throughput"], 1e-9, relative=True, at=at)

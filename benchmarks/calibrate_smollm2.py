@@ -1,10 +1,12 @@
 """How well the shipped drafter of SmolLM2-135M knows what will be accepted, before and after temperature scaling.
 
-Blocks come from real verify rounds on prompts written for this purpose; those of even number fit the temperatures, those of
-odd number judge them. Collecting can be stopped and continued; the report takes what is there.
+Blocks come from real verify rounds on prompts written for this purpose. Each half of the prompts is judged by temperatures
+fitted on the other half; the temperatures reported are fitted on all. Collecting can be stopped and continued; the report
+takes what is there. `stamp` writes the temperatures for one serving temperature into a drafter's folder.
 
     python benchmarks/calibrate_smollm2.py collect --temp 0 --raw DIR [--prompts 96] [--max-tokens 64]
     python benchmarks/calibrate_smollm2.py report --raw DIR [--out benchmarks/results/smollm2_calibration.json]
+    python benchmarks/calibrate_smollm2.py stamp --temp 0 --folder mlx_spark/drafters/smollm2-135m-dspark
 """
 import argparse
 import json
@@ -57,13 +59,83 @@ def collect_prompts(args) -> None:
         print(i, len(blocks.lengths), flush=True)
 
 
+def read_blocks(folder: Path, temp: float):
+    "All blocks collected at a temperature."
+    from mlx_spark.calibration import Blocks
+    files = sorted(folder.glob(f"{temp:g}_*.npz"))
+    if not files: raise FileNotFoundError(f"no blocks of temperature {temp:g} in {folder}")
+    parts = [(np.load(f), int(f.stem.split("_")[1])) for f in files]
+    prompt = np.concatenate([np.full(len(p["lengths"]), i) for p, i in parts])
+    return Blocks(*(np.concatenate([p[k] for p, _ in parts]) for k in ("logits", "accept", "lengths")), prompt)
+
+
+def cross_fitted(blocks) -> np.ndarray: # (N, gamma)
+    "Survival of each block, with temperatures fitted on the other half of the prompts."
+    from mlx_spark.calibration import fit_temps, survival
+    out = np.zeros_like(blocks.logits)
+    for half in (0, 1):
+        other = blocks.of(blocks.prompt % 2 != half)
+        mine = blocks.prompt % 2 == half
+        out[mine] = survival(blocks.logits[mine], fit_temps(other.logits, other.accept, other.lengths).temps)
+    return out
+
+
+def floor_of(pred: np.ndarray, lengths: np.ndarray, draws: int = 200) -> list[float]:
+    "Mean ECE of each position if the predictions were exactly true: what so few samples show by chance alone."
+    from mlx_spark.calibration import reliability
+    rng, out = np.random.default_rng(0), []
+    for k in range(pred.shape[1]):
+        p = pred[lengths > k, k]
+        out.append(float(np.mean([reliability(p, rng.random(len(p)) < p).ece for _ in range(draws)])))
+    return out
+
+
+def judge(pred: np.ndarray, blocks) -> dict:
+    "Errors and diagram of every position."
+    from mlx_spark.calibration import measure_positions
+    found = measure_positions(pred, blocks.accept, blocks.lengths)
+    plain = lambda x: [None if np.isnan(v) else round(float(v), 5) for v in x]
+    bins = [{"pred": plain(p.bins.pred), "target": plain(p.bins.target), "count": p.bins.count.tolist()} for p in found]
+    return {name: plain([getattr(p, name) for p in found]) for name in ("ece", "auc", "brier")} | {"bins": bins}
+
+
+def report(args) -> None:
+    "Fit, judge, save."
+    from mlx_spark.calibration import fit_temps, mean_of, survival
+    from mlx_spark.core import save_result
+    results, samples, fits, all_blocks = {}, {}, {}, {t: read_blocks(args.raw, t) for t in (0.0, 1.0)}
+    for temp, b in all_blocks.items():
+        fits[temp] = fit_temps(b.logits, b.accept, b.lengths)
+        pred = cross_fitted(b)
+        before, after, floor = judge(survival(b.logits), b), judge(pred, b), floor_of(pred, b.lengths)
+        results[f"T={temp:g}"] = {
+            "temp": temp, "temps": fits[temp].temps.tolist(), "at_edge": fits[temp].at_edge, "prompts": len(set(b.prompt.tolist())),
+            "blocks": [int((b.lengths > k).sum()) for k in range(7)], "before": before, "after": after, "floor": floor,
+            "mean_ece": {"before": mean_of(before["ece"]), "after": mean_of(after["ece"]), "floor": float(np.mean(floor))}}
+        samples[f"T={temp:g}"] = {"logits": b.logits.round(4), "n_accepted": b.accept.sum(axis=1), "lengths": b.lengths, "prompt": b.prompt}
+    for temp, other in ((0.0, 1.0), (1.0, 0.0)):
+        wrong = judge(survival(all_blocks[temp].logits, fits[other].temps), all_blocks[temp])
+        results[f"T={temp:g}"]["mean_ece"][f"with the temperatures of T={other:g}"] = mean_of(wrong["ece"])
+    data = {"model": "smollm2-135m", "drafter": "smollm2-135m-dspark", "dtype": "float32", "max_tokens": args.max_tokens, "results": results}
+    save_result(args.out, data, seeds=[0], samples=samples)
+    print(json.dumps({k: r["mean_ece"] | {"temps": np.round(r["temps"], 2).tolist(), "blocks": r["blocks"]} for k, r in results.items()}, indent=1))
+
+
+def stamp_folder(args) -> None:
+    "Temperatures of the results file into a drafter's config.json."
+    from mlx_spark.calibration import stamp
+    r = json.loads(args.out.read_text())["results"][f"T={args.temp:g}"]
+    stamp(args.folder, {"temps": r["temps"], "temp": r["temp"], "blocks": r["blocks"], "ece_before": r["before"]["ece"], "ece_after": r["after"]["ece"]})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("phase", choices=("collect", "report"))
-    parser.add_argument("--raw", type=Path, required=True)
+    parser.add_argument("phase", choices=("collect", "report", "stamp"))
+    parser.add_argument("--raw", type=Path, help="folder of collected blocks")
+    parser.add_argument("--folder", type=Path, help="drafter to stamp")
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=HERE / "results/smollm2_calibration.json")
     args = parser.parse_args()
-    collect_prompts(args) if args.phase == "collect" else report(args)
+    {"collect": collect_prompts, "report": report, "stamp": stamp_folder}[args.phase](args)

@@ -8,9 +8,9 @@ __all__ = ['NO_KV', 'GenerationResponse', 'Cycle', 'Step', 'read_sampler', 'Deco
            'log_probs', 'read_verdict', 'judge', 'draw_rows', 'restore_random_state', 'judge_rows', 'judge_row',
            'run_cycle', 'count_cycle', 'close_cycle', 'settle', 'finish', 'SourceState', 'remember_source',
            'resume_source', 'save_prompt_cache', 'load_prompt_cache', 'cycles', 'speculative_step', 'probe_cache',
-           'check_kv_bits', 'cache_bytes', 'memory_limit', 'weight_bytes', 'check_memory', 'check_request',
-           'plain_step', 'encode', 'check_options', 'stream_generate', 'responses', 'generate', 'load_draft',
-           'Difference', 'compare_ids', 'rows_both_ways']
+           'check_kv_bits', 'cache_bytes', 'memory_limit', 'machine_memory', 'weight_bytes', 'check_memory',
+           'check_request', 'plain_step', 'encode', 'check_options', 'stream_generate', 'responses', 'generate',
+           'load_draft', 'Difference', 'compare_ids', 'rows_both_ways']
 
 # %% ../nbs/13_generate.ipynb #4d8bf4df
 import json
@@ -19,6 +19,7 @@ import time
 import warnings
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Callable, Generator, NamedTuple
 from uuid import uuid4
@@ -476,7 +477,11 @@ def cache_bytes(
 def memory_limit(limit_gb: float | None = None) -> int:
     "Bytes to count on: `limit_gb`, else MLX_SPARK_MEMORY_LIMIT_GB, else what the device or the machine has."
     limit_gb = limit_gb or float(os.environ.get("MLX_SPARK_MEMORY_LIMIT_GB") or 0)
-    if limit_gb: return int(limit_gb * 1e9)
+    return int(limit_gb * 1e9) if limit_gb else machine_memory()
+
+@lru_cache
+def machine_memory() -> int:
+    "Bytes that the GPU recommends as its working set or has, or the machine, or its control group allows."
     info = mx.device_info()
     for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if info.get(name): return int(info[name])
@@ -487,8 +492,8 @@ def memory_limit(limit_gb: float | None = None) -> int:
 
 # %% ../nbs/13_generate.ipynb #03fced1b
 def weight_bytes(models: list) -> int:
-    "Bytes of all parameters; what models share counts once."
-    return sum({id(w): w.nbytes for m in models for _, w in tree_flatten(m.parameters())}.values())
+    "Bytes of all weights; what models share counts once."
+    return sum({id(w): w.nbytes for m in models for _, w in tree_flatten(m) if isinstance(w, mx.array)}.values())
 
 def check_memory(
     models: list,          # target and drafter

@@ -69,14 +69,14 @@ def read_blocks(folder: Path, temp: float):
     return Blocks(*(np.concatenate([p[k] for p, _ in parts]) for k in ("logits", "accept", "lengths")), prompt)
 
 
-def cross_fitted(blocks) -> np.ndarray: # (N, gamma)
-    "Survival of each block, with temperatures fitted on the other half of the prompts."
-    from mlx_spark.calibration import fit_temps, survival
+def cross_fitted(blocks, fit) -> np.ndarray: # (N, gamma)
+    "Survival of each block, with `fit(logits, accept, lengths)` done on the other half of the prompts."
+    from mlx_spark.calibration import survival
     out = np.zeros_like(blocks.logits)
     for half in (0, 1):
         other = blocks.of(blocks.prompt % 2 != half)
         mine = blocks.prompt % 2 == half
-        out[mine] = survival(blocks.logits[mine], fit_temps(other.logits, other.accept, other.lengths).temps)
+        out[mine] = survival(blocks.logits[mine], *fit(other.logits, other.accept, other.lengths))
     return out
 
 
@@ -101,17 +101,21 @@ def judge(pred: np.ndarray, blocks) -> dict:
 
 def report(args) -> None:
     "Fit, judge, save."
-    from mlx_spark.calibration import fit_temps, mean_of, survival
+    from mlx_spark.calibration import fit_affine, fit_temps, mean_of, survival
     from mlx_spark.core import save_result
     results, samples, fits, all_blocks = {}, {}, {}, {t: read_blocks(args.raw, t) for t in (0.0, 1.0)}
     for temp, b in all_blocks.items():
         fits[temp] = fit_temps(b.logits, b.accept, b.lengths)
-        pred = cross_fitted(b)
-        before, after, floor = judge(survival(b.logits), b), judge(pred, b), floor_of(pred, b.lengths)
+        both = cross_fitted(b, fit_affine)
+        before, after = judge(survival(b.logits), b), judge(cross_fitted(b, lambda *x: [fit_temps(*x).temps]), b)
+        affine, floor = judge(both, b), floor_of(both, b.lengths)
+        affine["temps"], affine["offsets"] = fit_affine(b.logits, b.accept, b.lengths)
         results[f"T={temp:g}"] = {
             "temp": temp, "temps": fits[temp].temps.tolist(), "at_edge": fits[temp].at_edge, "prompts": len(set(b.prompt.tolist())),
-            "blocks": [int((b.lengths > k).sum()) for k in range(7)], "before": before, "after": after, "floor": floor,
-            "mean_ece": {"before": mean_of(before["ece"]), "after": mean_of(after["ece"]), "floor": float(np.mean(floor))}}
+            "blocks": [int((b.lengths > k).sum()) for k in range(7)], "before": before, "after": after,
+            "affine": affine, "floor": floor,
+            "mean_ece": {"before": mean_of(before["ece"]), "after": mean_of(after["ece"]), "affine": mean_of(affine["ece"]),
+                         "floor": float(np.mean(floor))}}
         samples[f"T={temp:g}"] = {"logits": b.logits.round(4), "n_accepted": b.accept.sum(axis=1), "lengths": b.lengths, "prompt": b.prompt}
     for temp, other in ((0.0, 1.0), (1.0, 0.0)):
         wrong = judge(survival(all_blocks[temp].logits, fits[other].temps), all_blocks[temp])

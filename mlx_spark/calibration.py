@@ -7,9 +7,9 @@ __all__ = ['CLAMP', 'GRID', 'survival', 'sigmoid', 'Bins', 'reliability', 'auc',
            'check_blocks', 'summarize', 'Fit', 'error_curve', 'pick_temp', 'fit_temps', 'Blocks', 'Watched',
            'to_logits', 'temps_in_use', 'known_drafts', 'collect', 'one_block', 'stamp', 'check_serving_temp',
            'target_thresholds', 'split_report', 'mean_of', 'add_arguments', 'read_texts', 'run', 'write_calibration',
-           'as_table', 'check_golden', 'check_metrics', 'check_temps']
+           'as_table', 'check_golden', 'check_metrics', 'check_temps', 'fit_logistic', 'fit_affine']
 
-# %% ../nbs/09_calibration.ipynb #7aee9d09
+# %% ../nbs/09_calibration.ipynb #68538dcd
 import argparse
 import json
 import sys
@@ -27,14 +27,16 @@ from .generate import speculative_step
 from .sources import DraftSource, as_source
 from .verify import Sampling
 
-# %% ../nbs/09_calibration.ipynb #7f80ad1d
+# %% ../nbs/09_calibration.ipynb #9b29755a
 def survival(
     logits: np.ndarray,                # (N, gamma) confidence logits
     temps: np.ndarray | None = None,   # (gamma,) > 0; None: as they are
+    offsets: np.ndarray | None = None, # (gamma,) added to the scaled logits; None: nothing
 ) -> np.ndarray:                       # (N, gamma) float64
     "Predicted probability that drafts 1..k are all accepted."
     z = np.asarray(logits, dtype=np.float64)
     if temps is not None: z = z / np.asarray(temps, dtype=np.float64)
+    if offsets is not None: z = z + np.asarray(offsets, dtype=np.float64)
     return np.cumprod(sigmoid(z), axis=1)
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -42,7 +44,7 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
     e = np.exp(-np.abs(z))
     return np.where(z >= 0, 1, e) / (1 + e)
 
-# %% ../nbs/09_calibration.ipynb #5bc23158
+# %% ../nbs/09_calibration.ipynb #de5f0d5f
 CLAMP = 1e-8 # predictions are kept this far from 0 and 1
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Bins:
         if not self.count.sum(): return float("nan")
         return float(np.nansum(np.abs(self.pred - self.target) * self.count) / self.count.sum())
 
-# %% ../nbs/09_calibration.ipynb #01e11888
+# %% ../nbs/09_calibration.ipynb #ef34434d
 def reliability(
     p: np.ndarray,    # (N,) predictions
     y: np.ndarray,    # (N,) outcomes, 0 or 1
@@ -72,7 +74,7 @@ def reliability(
     count, total = np.bincount(at, minlength=n_bins), lambda w: np.bincount(at, weights=w, minlength=n_bins)
     with np.errstate(invalid="ignore"): return Bins(total(p) / count, total(y) / count, count)
 
-# %% ../nbs/09_calibration.ipynb #1a68b6b9
+# %% ../nbs/09_calibration.ipynb #fd9de09e
 def auc(p: np.ndarray, y: np.ndarray, n_bins: int = 1000) -> float:
     "Chance that a hit is predicted above a miss; ties within a bin count 1/2; NaN if only one of the two occurs."
     p = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP)
@@ -88,7 +90,7 @@ def brier(p: np.ndarray, y: np.ndarray) -> float:
     p = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP)
     return float(np.mean((p - np.asarray(y, np.float64)) ** 2)) if len(p) else float("nan")
 
-# %% ../nbs/09_calibration.ipynb #a38557d6
+# %% ../nbs/09_calibration.ipynb #395e8031
 @dataclass(frozen=True)
 class Position:
     "How well survival of drafts 1..k is predicted."
@@ -100,7 +102,7 @@ class Position:
     target_mean: float # share of prefixes accepted
     bins: Bins
 
-# %% ../nbs/09_calibration.ipynb #8aabb666
+# %% ../nbs/09_calibration.ipynb #6092a3e9
 def measure_positions(
     pred: np.ndarray,    # (N, gamma) predicted survival
     accept: np.ndarray,  # (N, gamma) prefix accepted
@@ -119,7 +121,7 @@ def measure_positions(
         out.append(Position(len(p), bins.ece, auc(p, y, n_auc_bins), brier(p, y), mean(p), mean(y), bins))
     return out
 
-# %% ../nbs/09_calibration.ipynb #29b0ccc6
+# %% ../nbs/09_calibration.ipynb #2db60e0f
 def check_blocks(values, accept, lengths) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (N, gamma), (N, gamma), (N,)
     "The three as float64, bool and int arrays, if they belong together."
     values, accept, lengths = np.asarray(values, np.float64), np.asarray(accept).astype(bool), np.asarray(lengths)
@@ -137,7 +139,7 @@ def summarize(positions: list[Position]) -> dict[str, float]:
         out[key] = sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else float("nan")
     return out
 
-# %% ../nbs/09_calibration.ipynb #3ed2d9a2
+# %% ../nbs/09_calibration.ipynb #d8a9ae3f
 GRID = 10 ** np.linspace(-1, 1, 81)
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def pick_temp(errors: np.ndarray, grid: np.ndarray) -> int:
     "Index of the least error; ties go to the least |ln T|, then to the least T."
     return min(range(len(grid)), key=lambda i: (errors[i], abs(np.log(grid[i])), grid[i]))
 
-# %% ../nbs/09_calibration.ipynb #99f7e9e2
+# %% ../nbs/09_calibration.ipynb #3e3f449c
 def fit_temps(
     logits: np.ndarray,       # (N, gamma) uncalibrated confidence logits
     accept: np.ndarray,       # (N, gamma) prefix accepted
@@ -179,7 +181,7 @@ def fit_temps(
     edge = [k for k, T in enumerate(temps) if T in (np.min(grid), np.max(grid)) and len(grid) > 1]
     return Fit(temps, np.array(before), np.array(after), edge)
 
-# %% ../nbs/09_calibration.ipynb #0134631d
+# %% ../nbs/09_calibration.ipynb #e52304c1
 @dataclass(frozen=True)
 class Blocks:
     "Verified blocks: confidence logits and prefix acceptance (N, gamma), known lengths and prompt numbers (N,)."
@@ -205,7 +207,7 @@ class Watched(DraftSource):
         if self.last is not None: mx.async_eval(self.last)
         return draft
 
-# %% ../nbs/09_calibration.ipynb #f9ccfca9
+# %% ../nbs/09_calibration.ipynb #1347095a
 def to_logits(confidence: np.ndarray, temps: np.ndarray | None) -> np.ndarray:
     "The logits behind confidences (n,), with the temperatures in use taken out again."
     c = np.clip(np.asarray(confidence, np.float64), CLAMP, 1 - CLAMP)
@@ -221,7 +223,7 @@ def known_drafts(cycle) -> int:
     "Drafts of a finished cycle whose verdict is known: up to a stop token among the accepted ones, else all."
     return cycle.n_accepted if cycle.n_accepted == len(cycle.tokens) else cycle.verify_length
 
-# %% ../nbs/09_calibration.ipynb #0ee878bb
+# %% ../nbs/09_calibration.ipynb #2a0cfbc8
 def collect(
     model,
     draft_model,                 # drafter or source that has confidences
@@ -257,7 +259,7 @@ def one_block(cycle, source: Watched, gamma: int, temps, prompt: int) -> tuple:
     logits[:cycle.verify_length] = to_logits(np.array(source.last[0]), temps)[:cycle.verify_length]
     return logits, np.arange(gamma) < cycle.n_accepted, n, prompt
 
-# %% ../nbs/09_calibration.ipynb #dd664708
+# %% ../nbs/09_calibration.ipynb #5c088020
 def stamp(
     folder: str | Path,  # drafter as `save_drafter` writes it
     calibration: dict,   # "temps" (gamma,), "temp" they were fitted at, and whatever should be known of their origin
@@ -281,7 +283,7 @@ def check_serving_temp(drafter, sampling: Sampling) -> None:
         warnings.warn(f"the drafter's confidences are calibrated for temperature {fitted:g}, this request uses "
                       f"{used:g}: verify lengths may be chosen badly (the text is unaffected)", stacklevel=2)
 
-# %% ../nbs/09_calibration.ipynb #99b21a33
+# %% ../nbs/09_calibration.ipynb #9d8699e6
 def target_thresholds(
     conf: np.ndarray,      # (N, gamma) confidences, calibrated or not
     accept: np.ndarray,    # (N, gamma) prefix accepted
@@ -303,7 +305,7 @@ def target_thresholds(
         on = rows & accept[:, k] & (conf[:, k] >= out[k])
     return out
 
-# %% ../nbs/09_calibration.ipynb #c6ba30d4
+# %% ../nbs/09_calibration.ipynb #7d1662ff
 def split_report(blocks: Blocks, *, grid: np.ndarray = GRID) -> dict:
     "Fit on the blocks of even prompts; errors of every position on those of odd ones, without and with temperatures."
     fitted, held = blocks.of(blocks.prompt % 2 == 0), blocks.of(blocks.prompt % 2 == 1)
@@ -324,7 +326,7 @@ def mean_of(values: list) -> float:
     there = [v for v in values if v is not None]
     return sum(there) / len(there) if there else float("nan")
 
-# %% ../nbs/09_calibration.ipynb #f9a37341
+# %% ../nbs/09_calibration.ipynb #1e91b2bc
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags of `mlx_spark calibrate`."
     p = parser.add_argument
@@ -345,7 +347,7 @@ def read_texts(path: str | None) -> list[str]:
     from mlx_spark.expert_trace import PROMPTS
     return [turns[0] for turns in read_prompts(path)] if path else [t for row in zip(*PROMPTS.values()) for t in row]
 
-# %% ../nbs/09_calibration.ipynb #af90a373
+# %% ../nbs/09_calibration.ipynb #bfdbf397
 def run(args: argparse.Namespace) -> int:
     "`mlx_spark calibrate`."
     from mlx_spark.bench import chat_ids
@@ -369,7 +371,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json: emit_json(report)
     return 0
 
-# %% ../nbs/09_calibration.ipynb #d2a1bc00
+# %% ../nbs/09_calibration.ipynb #2cb808c8
 def write_calibration(name: str, out: str | None, report: dict) -> str | None: # folder written
     "Stamp `out` (made as a copy of the drafter) or, if that is None, the drafter's own folder if it was given as one."
     folder = Path(name).expanduser()
@@ -385,7 +387,7 @@ def write_calibration(name: str, out: str | None, report: dict) -> str | None: #
     stamp(folder, report)
     return str(folder)
 
-# %% ../nbs/09_calibration.ipynb #669f2eea
+# %% ../nbs/09_calibration.ipynb #8dd20446
 def as_table(report: dict) -> str:
     "The report for people."
     show = lambda v: "     -" if v is None else f"{100 * v:5.1f}%"
@@ -401,7 +403,7 @@ def as_table(report: dict) -> str:
     lines.append(f"stamped: {report['written']}" if report["written"] else "not stamped: give --out FOLDER for a copy")
     return "\n".join(lines)
 
-# %% ../nbs/09_calibration.ipynb #655bd4e2
+# %% ../nbs/09_calibration.ipynb #9aa13545
 def check_golden(folder: Path) -> list:
     "Cases of `goldens/deepspec/calibration` for the oracle."
     from mlx_spark.oracle import Tally, as_cases
@@ -412,7 +414,7 @@ def check_golden(folder: Path) -> list:
         cases += as_cases("calibration", path.stem, lambda: check(path, tally) or tally.case())
     return cases
 
-# %% ../nbs/09_calibration.ipynb #ad8b9245
+# %% ../nbs/09_calibration.ipynb #08828024
 def check_metrics(path: Path, tally) -> None:
     "One file of metrics: every position, every bin, the summary."
     want = json.loads(path.read_text(encoding="utf-8"))
@@ -434,7 +436,7 @@ def check_metrics(path: Path, tally) -> None:
             tally.close("bin", got, [b["avg_pred"], b["avg_target"], b["weight"]], 1e-9, at=f"position {k}")
     for name, value in want["summary"].items(): tally.close(name, summarize(found)[name], nan(value), 1e-9)
 
-# %% ../nbs/09_calibration.ipynb #850c89be
+# %% ../nbs/09_calibration.ipynb #0d5e1523
 def _edge_case(want: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Predictions given directly, for the first position of blocks of one draft."
     N, gamma = len(want["probs"]), want["block_size"]
@@ -459,3 +461,21 @@ def check_temps(path: Path, tally) -> None:
             tally.close("error curve", curve, fit["ece_curves"][k], 1e-9, at=at)
             tally.close("least error", curve[pick_temp(curve, grid)], min(fit["ece_curves"][k]), 1e-9, at=at)
         if np.allclose(ours.temps, theirs): tally.close("error after", ours.ece_after, fit["ece_after"], 1e-9, at=name)
+
+# %% ../nbs/09_calibration.ipynb #0c953641
+def fit_logistic(z: np.ndarray, y: np.ndarray, *, prior: float = 1.0) -> tuple[float, float]: # scale, offset
+    "Most likely scale and offset of logits (N,) for outcomes (N,), pulled a little towards (1, 0)."
+    X, w = np.c_[z, np.ones(len(z))], np.array([1.0, 0.0])
+    for _ in range(50):
+        p = sigmoid(X @ w)
+        slope = X.T @ (p - y) + prior * (w - [1, 0])
+        w = w - np.clip(np.linalg.solve((X * (p * (1 - p))[:, None]).T @ X + prior * np.eye(2), slope), -1, 1)
+    return max(float(w[0]), 0.01), float(w[1])
+
+def fit_affine(logits, accept, lengths) -> tuple[np.ndarray, np.ndarray]: # temps (gamma,), offsets (gamma,)
+    "A temperature and an offset for each position, by the likelihood of conditional acceptance."
+    logits, accept, lengths = check_blocks(logits, accept, lengths)
+    reached = np.c_[np.ones(len(accept), dtype=bool), accept[:, :-1]] & (np.arange(accept.shape[1]) < lengths[:, None])
+    pairs = [fit_logistic(logits[on, k], accept[on, k]) for k, on in enumerate(reached.T)]
+    scales, offsets = np.array(pairs).T
+    return 1 / scales, offsets

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['OPTIMISM', 'Schedule', 'survival', 'candidates', 'algorithm1', 'capacity', 'top_k_lengths', 'threshold_lengths',
            'Costs', 'profile', 'profile_draft', 'fingerprint', 'costs_folder', 'measured_costs', 'CostWatch',
-           'best_length', 'Parking', 'account', 'wait', 'Planner', 'observe_round', 'check_golden', 'check_row']
+           'best_length', 'Parking', 'account', 'wait', 'Planner', 'observe_round', 'plan_request', 'check_golden',
+           'check_row']
 
-# %% ../nbs/11_scheduler.ipynb #b81b4743
+# %% ../nbs/11_scheduler.ipynb #a50e0a46
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ from .core import write_atomic
 from .taps import Taps
 from .verify import Sampling
 
-# %% ../nbs/11_scheduler.ipynb #38d3f8ad
+# %% ../nbs/11_scheduler.ipynb #e29a9ce1
 @dataclass(frozen=True)
 class Schedule:
     "Drafts to verify for each request, and what is expected of it."
@@ -49,7 +50,7 @@ def candidates(a: np.ndarray) -> list[tuple[int, int, float]]: # (r, j, survival
     every = [(r, j + 1, float(a[r, j])) for r, j in np.ndindex(*a.shape) if a[r, j] > 0]
     return sorted(every, key=lambda c: -c[2])
 
-# %% ../nbs/11_scheduler.ipynb #4d1cce7b
+# %% ../nbs/11_scheduler.ipynb #b2a0a8dd
 def algorithm1(
     conf: np.ndarray,         # (R, gamma) confidences, 0..1
     sps: np.ndarray,          # (> R + R*gamma,) passes a second at B tokens; entry 0 isn't used
@@ -70,7 +71,7 @@ def algorithm1(
         elif early_stop: break
     return Schedule(chosen, best, steps)
 
-# %% ../nbs/11_scheduler.ipynb #e151c38c
+# %% ../nbs/11_scheduler.ipynb #b20bc383
 def capacity(old_conf: np.ndarray, sps: np.ndarray) -> int:
     "Drafts worth verifying in all, by the whole path over confidences of an earlier round (paper, section 5.2)."
     return sum(algorithm1(old_conf, sps, early_stop=False).lengths)
@@ -89,7 +90,7 @@ def threshold_lengths(
     "Drafts before the first whose own confidence is below the threshold (specification, section 7)."
     return np.cumprod(np.asarray(conf) >= threshold, axis=1).sum(axis=1).tolist()
 
-# %% ../nbs/11_scheduler.ipynb #f9ec2ddf
+# %% ../nbs/11_scheduler.ipynb #cc1a0f37
 @dataclass
 class Costs:
     "Measured times of one machine, model, dtype and context length."
@@ -121,14 +122,14 @@ class Costs:
         "Time of a round that drafts a block and verifies n of it."
         return self.draft_ms + float(self.pass_ms(n + 1))
 
-# %% ../nbs/11_scheduler.ipynb #9dfc9494
+# %% ../nbs/11_scheduler.ipynb #bcd0bb55
 def profile(
     model,                   # mlx-lm model
     source=None,             # draft source to time as well
     *,
     context: int = 64,       # tokens in the cache
-    tokens: list[int] = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16), # lengths to measure, from 1
-    repeats: int = 5,
+    tokens: list[int] = (1, 2, 3, 4, 6, 8), # lengths to measure, from 1
+    repeats: int = 3,
 ) -> Costs:
     "Median times of target passes, and of the drafter's, on this machine."
     cache, ids = make_cache(model), mx.arange(10, 10 + context)[None]
@@ -146,7 +147,7 @@ def profile(
     verify_ms = [float(np.median(samples[n])) for n in tokens]
     return Costs(list(tokens), verify_ms, draft_ms, fingerprint(model, source, context))
 
-# %% ../nbs/11_scheduler.ipynb #8c23eef9
+# %% ../nbs/11_scheduler.ipynb #54663833
 def profile_draft(model, source, ids: mx.array, repeats: int) -> float:
     "Median time of a proposal of full length, confidences included, behind the tokens `ids` (1, T)."
     samples, more = [], {}
@@ -163,7 +164,7 @@ def profile_draft(model, source, ids: mx.array, repeats: int) -> float:
         source.observe([[11]], [1], None if rows is None else rows[:, -1:])
     return float(np.median(samples[1:]))
 
-# %% ../nbs/11_scheduler.ipynb #9aa668ce
+# %% ../nbs/11_scheduler.ipynb #760e6894
 def fingerprint(model, source=None, context: int = 64) -> str:
     "Name of what `profile` measures: machine, device, BLAS, versions, model, dtype, context and drafter."
     drafter = getattr(source, "drafter", None) or getattr(source, "draft_model", None)
@@ -176,7 +177,7 @@ def fingerprint(model, source=None, context: int = 64) -> str:
         "drafter": [getattr(source, "name", None), getattr(source, "max_draft", 0), layout(drafter)]}
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
-# %% ../nbs/11_scheduler.ipynb #bd929ace
+# %% ../nbs/11_scheduler.ipynb #d56c7637
 def costs_folder() -> Path:
     "MLX_SPARK_CACHE, or ~/.cache/mlx_spark."
     return Path(os.environ.get("MLX_SPARK_CACHE") or "~/.cache/mlx_spark").expanduser() / "costs"
@@ -194,7 +195,7 @@ def measured_costs(model, source=None, *, context: int = 64, refresh: bool = Fal
     except OSError as e: warnings.warn(f"step costs could not be kept in {path.parent}: {e}", stacklevel=2)
     return costs
 
-# %% ../nbs/11_scheduler.ipynb #d973e631
+# %% ../nbs/11_scheduler.ipynb #a6aaec87
 class CostWatch:
     "Compares measured rounds with the profile, and says when it should be taken anew."
     def __init__(self, costs: Costs, *, tolerance: float = 1.5, least: int = 16):
@@ -211,7 +212,7 @@ class CostWatch:
         middles = [float(np.median(r)) for r in self.ratios.values() if len(r) >= self.least]
         return len(middles) > 1 and max(middles) > self.tolerance * min(middles)
 
-# %% ../nbs/11_scheduler.ipynb #58afc1be
+# %% ../nbs/11_scheduler.ipynb #a3adc524
 def best_length(
     conf: np.ndarray,      # (g,) confidences of this block
     round_ms: np.ndarray,  # (g+1,) time of verifying 0..g drafts
@@ -230,7 +231,7 @@ def best_length(
         if value[n + 1:].max() <= value[n]: return n
     return len(conf)
 
-# %% ../nbs/11_scheduler.ipynb #fdf8b17d
+# %% ../nbs/11_scheduler.ipynb #23e8d6f8
 @dataclass
 class Parking:
     "Whether to speculate, by what it has lost; all amounts in plain steps."
@@ -253,7 +254,7 @@ class Parking:
     def speculated(self, n_tokens: int, steps: float) -> None: account(self, n_tokens, steps)
     def plain(self, changed: bool = False) -> None: wait(self, changed)
 
-# %% ../nbs/11_scheduler.ipynb #b7dbe1e1
+# %% ../nbs/11_scheduler.ipynb #8fc0e2f6
 def account(p: Parking, n_tokens: int, steps: float) -> None:
     "Account for a round that drafted: its tokens, and its time over that of a plain step."
     lost, trial_over = steps - n_tokens, p.n_tokens < p.trial <= p.n_tokens + n_tokens
@@ -271,7 +272,7 @@ def wait(p: Parking, changed: bool = False) -> None:
     share = p.share if p.changed else p.share / (1 + p.n_failed)
     if share * p.waited >= p.probe + max(p.dearest, 0): p.parked, p.probing, p.loss = False, True, 0.0
 
-# %% ../nbs/11_scheduler.ipynb #97689261
+# %% ../nbs/11_scheduler.ipynb #70d311ee
 OPTIMISM = 3.0, 4.0 # drafts kept, of so many tried, that a position starts with and returns to where nothing is verified
 
 class Planner:
@@ -301,7 +302,11 @@ class Planner:
         look = None if self.greedy or conf is None else usual
         return best_length(usual[:n] if conf is None else conf, self.round_ms[:n + 1], self.rate, usual=look)
 
-# %% ../nbs/11_scheduler.ipynb #3e400e81
+    def observe(self, n: int, n_accepted: int, ms: float, *, drafted: bool, changed: bool = False) -> None:
+        "What came of a round; see `observe_round`."
+        observe_round(self, n, n_accepted, ms, drafted=drafted, changed=changed)
+
+# %% ../nbs/11_scheduler.ipynb #b3fb89cf
 def observe_round(
     planner: Planner,
     n: int,          # drafts verified
@@ -324,7 +329,20 @@ def observe_round(
     plain_ms = float(np.median(planner.plain_seen)) if planner.plain_seen else planner.plain_ms
     planner.parking.speculated(1 + n_accepted, ms / plain_ms)
 
-# %% ../nbs/11_scheduler.ipynb #0c6ac0c4
+# %% ../nbs/11_scheduler.ipynb #eec4de4e
+def plan_request(
+    model, source,          # target, and a source that isn't in use
+    *,
+    greedy: bool,           # True also for exact-match verification of a sampler's own draws
+    context: int = 64,      # tokens in the cache
+    n_draft: int | None = None, # drafts a round; None: the source's own number
+) -> Planner | None:        # None: the source never drafts
+    "A planner with this machine's costs, measured now if they never were."
+    gamma = n_draft or source.max_draft
+    if gamma < 1: return None
+    return Planner(measured_costs(model, source, context=context), gamma, greedy=greedy)
+
+# %% ../nbs/11_scheduler.ipynb #1c5ae9e9
 def check_golden(folder: Path) -> list:
     "Cases of `goldens/deepspec/scheduler` for the oracle: one for the named rows, one for each number of requests."
     from mlx_spark.oracle import Tally, as_cases, read_jsonl

@@ -80,16 +80,6 @@ def cross_fitted(blocks, fit) -> np.ndarray: # (N, gamma)
     return out
 
 
-def floor_of(pred: np.ndarray, lengths: np.ndarray, draws: int = 200) -> list[float]:
-    "Mean ECE of each position if the predictions were exactly true: what so few samples show by chance alone."
-    from mlx_spark.calibration import reliability
-    rng, out = np.random.default_rng(0), []
-    for k in range(pred.shape[1]):
-        p = pred[lengths > k, k]
-        out.append(float(np.mean([reliability(p, rng.random(len(p)) < p).ece for _ in range(draws)])))
-    return out
-
-
 def judge(pred: np.ndarray, blocks) -> dict:
     "Errors and diagram of every position."
     from mlx_spark.calibration import measure_positions
@@ -101,21 +91,21 @@ def judge(pred: np.ndarray, blocks) -> dict:
 
 def report(args) -> None:
     "Fit, judge, save."
-    from mlx_spark.calibration import fit_affine, fit_temps, mean_of, survival
+    from mlx_spark.calibration import chance_ece, fit_affine, fit_temps, mean_of, survival
     from mlx_spark.core import save_result
     results, samples, fits, all_blocks = {}, {}, {}, {t: read_blocks(args.raw, t) for t in (0.0, 1.0)}
     for temp, b in all_blocks.items():
         fits[temp] = fit_temps(b.logits, b.accept, b.lengths)
         both = cross_fitted(b, fit_affine)
         before, after = judge(survival(b.logits), b), judge(cross_fitted(b, lambda *x: [fit_temps(*x).temps]), b)
-        affine, floor = judge(both, b), floor_of(both, b.lengths)
+        affine, floor = judge(both, b), chance_ece(both, b.lengths, draws=200)
         affine["temps"], affine["offsets"] = fit_affine(b.logits, b.accept, b.lengths)
         results[f"T={temp:g}"] = {
             "temp": temp, "temps": fits[temp].temps.tolist(), "at_edge": fits[temp].at_edge, "prompts": len(set(b.prompt.tolist())),
             "blocks": [int((b.lengths > k).sum()) for k in range(7)], "before": before, "after": after,
             "affine": affine, "floor": floor,
             "mean_ece": {"before": mean_of(before["ece"]), "after": mean_of(after["ece"]), "affine": mean_of(affine["ece"]),
-                         "floor": float(np.mean(floor))}}
+                         "floor": float(floor.mean())}}
         samples[f"T={temp:g}"] = {"logits": b.logits.round(4), "n_accepted": b.accept.sum(axis=1), "lengths": b.lengths, "prompt": b.prompt}
     for temp, other in ((0.0, 1.0), (1.0, 0.0)):
         wrong = judge(survival(all_blocks[temp].logits, fits[other].temps), all_blocks[temp])

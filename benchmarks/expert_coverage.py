@@ -57,7 +57,7 @@ def main():
             if name == "decode": task["layers"] = [{k: l[k] for k in KEPT} for l in layers]
     save_result(args.out, dict(
         source=args.source, decode=found["decode"], other_phases={k: found[k] for k in ("prefill", "all")}, steady_jaccard=steady,
-        note="one prompt and 128 decoded tokens a trace: short, scripted sessions"),
+        note="one prompt and 128 decoded tokens a trace: short, scripted runs"),
         seeds=[SEED], samples={"disk_bytes_per_s": rates})
 
 if __name__ == "__main__": main()

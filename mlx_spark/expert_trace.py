@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['DTYPES', 'PREFILL', 'DECODE', 'FORMAT_VERSION', 'REQUIRED_META', 'CSV_COLUMNS', 'NO_CALLS', 'TRACERS', 'PROMPTS',
            'SHARES', 'PARTS', 'MEANS', 'HOT_SHARE_LIMIT', 'STABILITY_LIMIT', 'LINES', 'Trace', 'select', 'call_starts',
-           'read_meta', 'TraceWriter', 'read_trace', 'read_csv', 'write_csv', 'moe_modules', 'n_experts',
-           'expert_bytes', 'trace_meta', 'ExpertTrace', 'load_prompts', 'record_generation', 'add_trace_arguments',
-           'run_trace', 'activation_counts', 'coverage_curve', 'experts_for', 'entropy_bits', 'hot_set', 'jaccard',
-           'session_ids', 'routed_tokens', 'adjacent_overlap', 'union_size', 'window_jaccard', 'stability',
-           'cross_jaccard', 'measure_disk', 'held_out_coverage', 'analyze_layer', 'summarize', 'analyze_task', 'gate',
-           'report', 'cross_task', 'analyze', 'add_analyze_arguments', 'run_analyze', 'plot_coverage', 'plot_heat',
-           'plot_stability', 'plot_union', 'save_plots']
+           'read_meta', 'check_same_model', 'TraceWriter', 'read_trace', 'write_csv', 'read_csv', 'moe_modules',
+           'n_experts', 'expert_bytes', 'trace_meta', 'ExpertTrace', 'load_prompts', 'record_generation',
+           'add_trace_arguments', 'run_trace', 'activation_counts', 'coverage_curve', 'experts_for', 'entropy_bits',
+           'hot_set', 'jaccard', 'run_ids', 'routed_tokens', 'adjacent_overlap', 'union_size', 'window_jaccard',
+           'stability', 'cross_jaccard', 'measure_disk', 'held_out_coverage', 'analyze_layer', 'summarize',
+           'analyze_task', 'gate', 'report', 'cross_task', 'analyze', 'add_analyze_arguments', 'run_analyze',
+           'plot_coverage', 'plot_heat', 'plot_stability', 'plot_union', 'save_plots']
 
 # %% ../nbs/20_expert_trace.ipynb #3a1e79bb
 import argparse
@@ -22,12 +22,14 @@ import os
 import re
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
+from zipfile import BadZipFile
 
 import mlx.core as mx
 import numpy as np
@@ -93,23 +95,26 @@ REQUIRED_META = ("model", "n_layers", "moe_layers", "n_experts", "top_k", "exper
 
 def read_meta(path) -> dict:
     "The header of a trace folder."
-    meta = json.loads((Path(path) / "meta.json").read_text())
+    file = Path(path) / "meta.json"
+    try: meta = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e: raise ValueError(f"{file} is cut short or damaged: {e}") from e
     found = meta.pop("format", None)
     if found != FORMAT_VERSION: raise ValueError(f"{path}: trace format {found}, wanted {FORMAT_VERSION}")
     return meta
 
+def _differences(a: dict, b: dict, keys) -> list: # of keys; one that b does not know yet (None) agrees
+    return [k for k in keys if b[k] is not None and a[k] != b[k]]
+
 def _check_meta(path, meta: dict, old: dict | None):
     missing = [k for k in REQUIRED_META if k not in meta]
     if missing: raise ValueError(f"trace meta lacks {missing}")
-    differ = [k for k in REQUIRED_META if old and old[k] != meta[k]]
-    if differ:
-        found = ", ".join(f"{k} {old[k]} there, {meta[k]} here" for k in differ)
-        raise ValueError(f"{path} holds another trace: {found}")
+    found = ", ".join(f"{k} {old[k]} there, {meta[k]} here" for k in _differences(old, meta, REQUIRED_META)) if old else ""
+    if found: raise ValueError(f"{path} holds another trace: {found}")
 
-def _chunk_bytes(columns: dict) -> bytes:
-    buffer = BytesIO()
-    np.savez_compressed(buffer, **columns)
-    return buffer.getvalue()
+def check_same_model(a: dict, b: dict): # metas of two traces
+    "Refuse two traces whose MoE layers or numbers of experts differ; names of models are not compared."
+    found = "; ".join(f"{k} {a[k]} and {b[k]}" for k in _differences(a, b, ("moe_layers", "n_experts")))
+    if found: raise ValueError(f"traces of different models ({a['model']}, {b['model']}): {found}")
 
 # %% ../nbs/20_expert_trace.ipynb #32fdfc60
 class TraceWriter:
@@ -123,7 +128,7 @@ class TraceWriter:
         self.meta = old or meta | {"created": meta.get("created") or now, "domains": []}
         chunks = sorted(self.path.glob("[0-9]*.npz"))
         self.n_chunks = int(chunks[-1].stem) + 1 if chunks else 0
-        self.next_step = int(np.load(chunks[-1])["step"].max()) + 1 if chunks else 0
+        self.next_step = int(_read_chunk(chunks[-1])["step"].max()) + 1 if chunks else 0
 
     def append(self, trace: Trace):
         "Add whole forward passes: domains are matched by name, steps continue those already there."
@@ -149,9 +154,23 @@ class TraceWriter:
     def __exit__(self, *exc): self.flush()
 
 # %% ../nbs/20_expert_trace.ipynb #696c03bc
+def _chunk_bytes(columns: dict) -> bytes:
+    buffer = BytesIO()
+    np.savez_compressed(buffer, **columns)
+    return buffer.getvalue()
+
+def _read_chunk(path: Path) -> dict:
+    "The columns of one chunk."
+    try:
+        with np.load(path) as f: chunk = dict(f)
+    except (BadZipFile, EOFError, zlib.error, ValueError) as e: raise ValueError(f"{path} is cut short or damaged: {e}") from e
+    missing = [n for n in DTYPES if n not in chunk and n != "weight"]
+    if missing: raise ValueError(f"{path}: columns {missing} are missing, found {list(chunk)}")
+    return chunk
+
 def _read_folder(path: Path) -> Trace:
     meta = read_meta(path)
-    chunks = [dict(np.load(p)) for p in sorted(path.glob("[0-9]*.npz"))]
+    chunks = [_read_chunk(p) for p in sorted(path.glob("[0-9]*.npz"))]
     names = [n for n in DTYPES if n != "weight" or (chunks and all("weight" in c for c in chunks))]
     return Trace(meta, **{n: np.concatenate([c[n] for c in chunks] or [np.zeros(0, DTYPES[n])]) for n in names})
 
@@ -171,55 +190,11 @@ def read_trace(
 # %% ../nbs/20_expert_trace.ipynb #8aafac2f
 CSV_COLUMNS = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes".split(",")
 
-def _forward_passes(turn, phase, position, layer) -> np.ndarray: # (N,) int
-    "Forward pass of each row: a prefill batch is one pass although its positions differ."
-    where = np.where(phase == DECODE, position, -1)
-    new_pass = _changes(turn, phase, where)
-    new_pass[1:] |= layer[1:] < layer[:-1]
-    return np.cumsum(new_pass) - 1
-
-def _csv_header(lines: list) -> tuple: # facts, {layer: bytes}, {turn: domain}
-    "What the `#` lines say."
-    facts, layer_bytes, turns = {}, {}, {}
-    for line in lines:
-        pairs = dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", line))
-        if "expert_bytes" in pairs: layer_bytes[int(pairs["layer"])] = int(pairs["expert_bytes"])
-        elif "domain" in pairs: turns[int(pairs["turn"])] = pairs["domain"]
-        else: facts |= pairs
-    return facts, layer_bytes, turns
-
-def _csv_meta(facts: dict, layer_bytes: dict, column: dict, name: str) -> dict:
-    layers = sorted(layer_bytes or {int(l) for l in column["layer"]})
-    n_experts = int(facts.get("n_expert", column["expert"].max(initial=-1) + 1))
-    return dict(
-        model=facts.get("model", name), moe_layers=layers,
-        n_layers=int(facts.get("n_layer", max(layers, default=-1) + 1)),
-        n_experts=[n_experts] * len(layers), top_k=int(facts.get("n_expert_used", 0)) or None,
-        expert_bytes=[layer_bytes.get(l, 0) for l in layers], created=None)
-
-# %% ../nbs/20_expert_trace.ipynb #b199917e
-def read_csv(path, *, domain: str | None = None) -> Trace:
-    "Import routed experts from the public CSV format, plain or gzipped; a column `call` overrides the guessed passes."
-    path = Path(path)
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as f: lines = f.read().splitlines()
-    facts, layer_bytes, turns = _csv_header([l for l in lines if l.startswith("#")])
-    names, *rows = [l.split(",") for l in lines if l and not l.startswith("#")] or [[]]
-    missing = [c for c in ("phase", "step", "layer", "expert") if c not in names]
-    if missing: raise ValueError(f"{path}: columns {missing} are missing, found {names}")
-    bad = next((i for i, r in enumerate(rows) if len(r) != len(names)), None)
-    if bad is not None: raise ValueError(f"{path}: row {bad + 1} has {len(rows[bad])} fields, the header {len(names)}")
-    table = np.array(rows, np.float64).reshape(len(rows), len(names)).T
-    column = {n: c if n == "weight" else c.astype(np.int64) for n, c in zip(names, table)}
-    turn = column.get("turn", np.zeros(len(rows), np.int64))
-    ids, index = np.unique(turn, return_inverse=True)
-    of_turn = [turns.get(int(t), domain or path.name.split(".")[0]) for t in ids]
-    domains = list(turns.values()) or sorted(set(of_turn))
-    domains += [d for d in of_turn if d not in domains]
-    meta = _csv_meta(facts, layer_bytes, column, path.name) | {"domains": list(dict.fromkeys(domains))}
-    code = np.array([meta["domains"].index(d) for d in of_turn], DTYPES["domain"])
-    step = column.get("call", _forward_passes(turn, column["phase"], column["step"], column["layer"]))
-    layer, token, expert = (column[n] for n in ("layer", "step", "expert"))
-    return Trace(meta, code[index], column["phase"], step, layer, token, expert, column.get("weight"))
+def _csv_lines(path: Path) -> list: # of str
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as f: return f.read().splitlines()
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is cut short or damaged: {e}") from e
 
 def write_csv(trace: Trace, path):
     "Export to the public CSV format (gzipped if the name ends in .gz), with one column more: `call`, the forward pass."
@@ -238,6 +213,78 @@ def write_csv(trace: Trace, path):
         columns = (trace.domain, trace.phase, trace.token, trace.layer, slot, trace.expert, weight, trace.step)
         for d, p, t, l, k, e, w, s in zip(*(c.tolist() for c in columns)):
             out.writerow([d, p, t, l, k, e, f"{w:.6g}", 0, layer_bytes[l], s])
+
+# %% ../nbs/20_expert_trace.ipynb #b199917e
+def _csv_header(path, lines: list) -> tuple: # facts, {layer: bytes}, {turn: domain}
+    "What the `#` lines say, sizes as numbers."
+    facts, layer_bytes, turns = {}, {}, {}
+    for line in lines:
+        pairs = dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", line))
+        try:
+            if "expert_bytes" in pairs: layer_bytes[int(pairs["layer"])] = int(pairs["expert_bytes"])
+            elif "domain" in pairs: turns[int(pairs["turn"])] = pairs["domain"]
+            else: facts |= pairs
+        except (KeyError, ValueError) as e: raise ValueError(f"{path}: header line {line!r} is not understood") from e
+    for name, least in {"n_layer": 1, "n_expert": 1, "n_expert_used": 0}.items():
+        v = facts.get(name, str(least))
+        if not (v.isdecimal() and least <= int(v) <= 1 << 15):
+            raise ValueError(f"{path}: {name} is {v!r}, wanted a whole number in {least}..{1 << 15}")
+        if name in facts: facts[name] = int(v)
+    return facts, layer_bytes, turns
+
+def _csv_table(path, lines: list, facts: dict) -> dict: # column -> values
+    "The columns of a CSV; every cell that a trace is made of is checked against its range."
+    (_, names), *rows = [(i, l.split(",")) for i, l in enumerate(lines, 1) if l and not l.startswith("#")] or [(0, [])]
+    missing = [c for c in ("phase", "step", "layer", "expert") if c not in names]
+    if missing: raise ValueError(f"{path}: columns {missing} are missing, found {names}")
+    column = {n: np.zeros(len(rows)) for n in names}
+    for i, (line, row) in enumerate(rows):
+        if len(row) != len(names): raise ValueError(f"{path}, line {line}: {len(row)} fields, the header has {len(names)}")
+        try:
+            for name, cell in zip(names, row): column[name][i] = float(cell)
+        except ValueError: raise ValueError(f"{path}, line {line}: column {name} holds {cell!r}, wanted a number") from None
+    top = {"phase": DECODE, "layer": facts.get("n_layer", 1 << 15) - 1, "expert": facts.get("n_expert", 1 << 15) - 1}
+    for name in (n for n in ("phase", "layer", "expert", "step", "turn", "call") if n in column):
+        v, last = column[name], top.get(name, (1 << 31) - 1)
+        bad = np.flatnonzero(~((v >= 0) & (v <= last) & (v == np.rint(v))))
+        if len(bad):
+            raise ValueError(f"{path}, line {rows[bad[0]][0]}: {name} is {v[bad[0]]:.15g}, wanted a whole number in 0..{last}")
+        column[name] = v.astype(np.int64)
+    return column
+
+# %% ../nbs/20_expert_trace.ipynb #5c1d7e22
+def _forward_passes(turn, phase, position, layer) -> np.ndarray: # (N,) int
+    "Forward pass of each row: a prefill batch is one pass although its positions differ."
+    where = np.where(phase == DECODE, position, -1)
+    new_pass = _changes(turn, phase, where)
+    new_pass[1:] |= layer[1:] < layer[:-1]
+    return np.cumsum(new_pass) - 1
+
+def _csv_meta(facts: dict, layer_bytes: dict, column: dict, name: str) -> dict:
+    layers = sorted(layer_bytes or {int(l) for l in column["layer"]})
+    n_experts = int(facts.get("n_expert", column["expert"].max(initial=-1) + 1))
+    return dict(
+        model=facts.get("model", name), moe_layers=layers,
+        n_layers=facts.get("n_layer", max(layers, default=-1) + 1),
+        n_experts=[n_experts] * len(layers), top_k=facts.get("n_expert_used", 0) or None,
+        expert_bytes=[layer_bytes.get(l, 0) for l in layers], created=None)
+
+def read_csv(path, *, domain: str | None = None) -> Trace:
+    "Import routed experts from the public CSV format, plain or gzipped; a column `call` overrides the guessed passes."
+    path = Path(path)
+    lines = _csv_lines(path)
+    facts, layer_bytes, turns = _csv_header(path, [l for l in lines if l.startswith("#")])
+    column = _csv_table(path, lines, facts)
+    turn = column.get("turn", np.zeros(len(column["step"]), np.int64))
+    ids, index = np.unique(turn, return_inverse=True)
+    of_turn = [turns.get(int(t), domain or path.name.split(".")[0]) for t in ids]
+    domains = list(turns.values()) or sorted(set(of_turn))
+    domains += [d for d in of_turn if d not in domains]
+    meta = _csv_meta(facts, layer_bytes, column, path.name) | {"domains": list(dict.fromkeys(domains))}
+    code = np.array([meta["domains"].index(d) for d in of_turn], DTYPES["domain"])
+    step = column.get("call", _forward_passes(turn, column["phase"], column["step"], column["layer"]))
+    layer, token, expert = (column[n] for n in ("layer", "step", "expert"))
+    return Trace(meta, code[index], column["phase"], step, layer, token, expert, column.get("weight"))
 
 # %% ../nbs/20_expert_trace.ipynb #cdb0f95f
 def _why_nothing(model) -> str:
@@ -401,7 +448,7 @@ class ExpertTrace(_Hooks):
         self.start()
 
     def start(self, domain: str = "default", *, n_prompt: int | None = None):
-        "Begin a session at position 0; passes that begin below `n_prompt` are prefill (default: the first one)."
+        "Begin a run at position 0; passes that begin below `n_prompt` are prefill (default: the first one)."
         self.domain, self.n_prompt, self.position = domain, n_prompt, 0
 
     def step(self, *arrays, position: int | None = None):
@@ -524,14 +571,15 @@ def run_trace(args) -> int:
     mx.random.seed(args.seed)
     rows = tokens = 0
     with ExpertTrace(model, name=args.model, weights=args.weights) as hook:
+        TraceWriter(args.out, hook.meta)       # refuses a folder of another model before anything is generated
         for i, prompt in enumerate(prompts):
             answer = record_generation(
                 hook, model, _encode(tokenizer, prompt), domain=args.domain, max_tokens=args.max_tokens,
                 temp=args.temp, stop_ids=set(tokenizer.eos_token_ids))
-            session = hook.take()
-            with TraceWriter(args.out, session.meta) as writer: writer.append(session)
-            rows, tokens = rows + len(session), tokens + len(answer)
-            print(f"{args.domain} {i + 1}/{len(prompts)}: {len(answer)} tokens, {len(session)} rows", file=sys.stderr)
+            part = hook.take()
+            with TraceWriter(args.out, part.meta) as writer: writer.append(part)
+            rows, tokens = rows + len(part), tokens + len(answer)
+            print(f"{args.domain} {i + 1}/{len(prompts)}: {len(answer)} tokens, {len(part)} rows", file=sys.stderr)
     if args.json: emit_json(dict(out=str(args.out), domain=args.domain, prompts=len(prompts), tokens=tokens, rows=rows))
     return 0
 
@@ -577,8 +625,8 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> np.ndarray: # (...,) 0..1; two empt
     return np.where(either > 0, (a & b).sum(-1) / np.maximum(either, 1), 1.0)
 
 # %% ../nbs/20_expert_trace.ipynb #b85c04e0
-def session_ids(trace: Trace) -> np.ndarray: # (N,) int64
-    "Session of each row: a new one begins at another domain or where a new step starts at token 0."
+def run_ids(trace: Trace) -> np.ndarray: # (N,) int64
+    "Run of each row: a new one begins at another domain or where a new step starts at token 0."
     new = _changes(trace.domain) | (_changes(trace.step) & (trace.token == 0))
     return np.cumsum(new) - 1
 
@@ -587,28 +635,28 @@ def routed_tokens(
     *,
     domain: str | None = None, # only this task
     phase: int | None = DECODE, # 0 prefill, 1 decode, None both
-) -> list:                     # for each MoE layer: used (T, E) bool, session (T,)
+) -> list:                     # for each MoE layer: used (T, E) bool, run (T,)
     "Which experts each token used, in execution order."
-    session, keep = session_ids(trace), np.ones(len(trace), bool)
+    run, keep = run_ids(trace), np.ones(len(trace), bool)
     if domain is not None: keep &= trace.domain == trace.meta["domains"].index(domain)
     if phase is not None: keep &= trace.phase == phase
     out = []
     for layer, E in zip(trace.meta["moe_layers"], trace.meta["n_experts"]):
         rows = np.flatnonzero(keep & (trace.layer == layer))
-        first = _changes(session[rows], trace.step[rows], trace.token[rows])
+        first = _changes(run[rows], trace.step[rows], trace.token[rows])
         used = np.zeros((first.sum(), E), bool)
         used[np.cumsum(first) - 1, trace.expert[rows]] = True
-        out.append((used, session[rows][first]))
+        out.append((used, run[rows][first]))
     return out
 
 # %% ../nbs/20_expert_trace.ipynb #8f414b43
-def _sessions(used: np.ndarray, session: np.ndarray) -> list:
-    return [used[session == s] for s in np.unique(session)]
+def _by_run(used: np.ndarray, run: np.ndarray) -> list:
+    return [used[run == s] for s in np.unique(run)]
 
-def adjacent_overlap(used: np.ndarray, session: np.ndarray) -> tuple: # measured, shuffled: 0..1
-    "Share of a token's experts that its predecessor used too, and the same for two random tokens of its session."
+def adjacent_overlap(used: np.ndarray, run: np.ndarray) -> tuple: # measured, shuffled: 0..1
+    "Share of a token's experts that its predecessor used too, and the same for two random tokens of its run."
     measured, shuffled, pairs = 0.0, 0.0, 0
-    for u in _sessions(used, session):
+    for u in _by_run(used, run):
         T = len(u)
         if T < 2: continue
         n, K = u.sum(0, dtype=np.int64), u.sum() / T
@@ -617,10 +665,10 @@ def adjacent_overlap(used: np.ndarray, session: np.ndarray) -> tuple: # measured
         pairs += T - 1
     return (measured / pairs, shuffled / pairs) if pairs else (float("nan"),) * 2
 
-def union_size(used: np.ndarray, session: np.ndarray, max_window: int = 16) -> tuple: # two (max_window,) arrays
-    "Mean number of experts in the union of W neighbouring tokens, W = 1.., and of W random tokens of a session."
+def union_size(used: np.ndarray, run: np.ndarray, max_window: int = 16) -> tuple: # two (max_window,) arrays
+    "Mean number of experts in the union of W neighbouring tokens, W = 1.., and of W random tokens of a run."
     measured, shuffled, windows = np.zeros((3, max_window))
-    for u in _sessions(used, session):
+    for u in _by_run(used, run):
         T, n = len(u), u.sum(0, dtype=np.int64)
         union, missed = np.zeros_like(u), np.ones(u.shape[1])
         for W in range(1, min(max_window, T) + 1):
@@ -693,12 +741,12 @@ def held_out_coverage(used: np.ndarray, *, share: float = 0.9, seed: int = 0) ->
     first, second = used[:len(used) // 2].sum(0), used[len(used) // 2:].sum(0)
     return float(second[hot_set(first, share, np.random.default_rng(seed))].sum() / max(second.sum(), 1))
 
-def analyze_layer(used: np.ndarray, session: np.ndarray, *, max_window: int = 16, n_windows: int = 4) -> dict:
+def analyze_layer(used: np.ndarray, run: np.ndarray, *, max_window: int = 16, n_windows: int = 4) -> dict:
     "Everything that one layer's tokens say."
     counts, T = used.sum(0), len(used)
     steady, steady_shuffled = stability(used, n_windows=n_windows)
-    overlap, overlap_shuffled = adjacent_overlap(used, session)
-    union, union_shuffled = union_size(used, session, max_window)
+    overlap, overlap_shuffled = adjacent_overlap(used, run)
+    union, union_shuffled = union_size(used, run, max_window)
     return dict(
         n_experts=len(counts), experts_for={f"{s:g}": int(experts_for(counts, s)) for s in SHARES},
         entropy_bits=float(entropy_bits(counts)), touched=int((counts > 0).sum()),
@@ -745,9 +793,9 @@ def analyze_task(
     enough = [i for i, (used, _) in enumerate(tokens) if len(used) >= wanted]
     layers = [analyze_layer(*tokens[i], max_window=max_window, n_windows=n_windows) for i in enough]
     for i, found in zip(enough, layers): found["layer"] = trace.meta["moe_layers"][i]
-    used, session = tokens[enough[0]]
+    used, run = tokens[enough[0]]
     overall = dict(
-        tokens=n_tokens, sessions=len(np.unique(session)), top_k=float(used.sum(1).mean()),
+        tokens=n_tokens, runs=len(np.unique(run)), top_k=float(used.sum(1).mean()),
         layers_left_out=[l for i, l in enumerate(trace.meta["moe_layers"]) if i not in enough])
     overall |= summarize(layers, np.array(trace.meta["expert_bytes"])[enough], disk_bytes_per_s)
     return dict(model=trace.meta["model"], domain=domain, overall=overall, gate=gate(overall, n_windows), layers=layers)
@@ -755,12 +803,16 @@ def analyze_task(
 # %% ../nbs/20_expert_trace.ipynb #44c583c7
 HOT_SHARE_LIMIT, STABILITY_LIMIT = 0.5, 0.6
 
+def _runs(overall: dict, kind: str = "") -> str:
+    n = overall["runs"]
+    return f"{n} {kind}run{'s' * (n != 1)}"
+
 def gate(overall: dict, n_windows: int = 4) -> dict: # result PASS or FAIL, its numbers, decidable, caveat
     "Does this task qualify for keeping a hot set only?"
     hot, steady, control = overall["share_of_experts"]["0.9"], overall["stability"], overall["stability_shuffled"]
     passed = hot <= HOT_SHARE_LIMIT and steady >= STABILITY_LIMIT
     half, full, T = overall["experts_for_90_of"]["1/2"], overall["experts_for_90_of"]["1"], overall["tokens"]
-    caveat = [f"{T} tokens of {overall['sessions']} scripted session(s) may not stand for a long real one",
+    caveat = [f"{T} tokens of {_runs(overall, 'scripted ')} may not stand for a long real one",
               f"a window has {T // n_windows} tokens, where a router without drift would score {control:.2f}"]
     if control < STABILITY_LIMIT: caveat.append("so the limit is out of reach at this length: record more")
     elif steady < STABILITY_LIMIT: caveat.append(f"so about {max(control - steady, 0):.2f} of the lack is drift")
@@ -778,7 +830,7 @@ def _task_lines(task: dict) -> list:
     union = [f"W={w} {o['union'][w - 1]:.1f} ({o['union_shuffled'][w - 1]:.1f})" for w in windows]
     return [
         f"{task['task']}: {task['model']}",
-        f"  {o['tokens']} tokens, {o['sessions']} session(s), {len(task['layers'])} MoE layers; top {o['top_k']:g}",
+        f"  {o['tokens']} tokens, {_runs(o)}, {len(task['layers'])} MoE layers; top {o['top_k']:g}",
         f"  experts a layer that cover {', '.join(hot)}; touched {100 * o['touched_share']:.0f} %; "
         f"entropy {o['entropy_bits']:.2f} bits",
         f"  working set (90 %) {o['working_set_bytes']['0.9'] / 1e9:.2f} of {o['pool_bytes'] / 1e9:.2f} GB, "
@@ -851,11 +903,15 @@ def run_analyze(args) -> int:
     "Print coverage, stability and the gate of every task of the traces."
     if args.windows < 2: raise ValueError(f"--windows must be at least 2, got {args.windows}")
     if args.max_window < 1: raise ValueError(f"--max-window must be at least 1, got {args.max_window}")
+    given = args.disk_mb_s is not None
+    if given and not 0 < args.disk_mb_s < float("inf"): raise ValueError(f"--disk-mb-s must be above 0, got {args.disk_mb_s:g}")
     traces = [read_trace(path) for path in args.traces]
-    rate = args.disk_mb_s * 1e6 if args.disk_mb_s else measure_disk(args.disk_path)
+    empty = [path for path, trace in zip(args.traces, traces) if not len(trace)]
+    if empty: raise ValueError(f"{empty[0]} holds no routing")
+    rate = args.disk_mb_s * 1e6 if given else measure_disk(args.disk_path)
     phase = {"decode": DECODE, "prefill": PREFILL, "all": None}[args.phase]
     analysis = analyze(traces, disk_bytes_per_s=rate, phase=phase, max_window=args.max_window, n_windows=args.windows)
-    analysis |= {"disk": "given" if args.disk_mb_s else "measured", "phase": args.phase}
+    analysis |= {"disk": "given" if given else "measured", "phase": args.phase}
     print(report(analysis), file=sys.stderr if args.json else sys.stdout)
     if args.plots: save_plots(analysis, args.plots)
     if args.json: emit_json(_finite(analysis))
@@ -902,7 +958,7 @@ def plot_stability(ax, tasks: list):
     ax.legend()
 
 def plot_union(ax, tasks: list):
-    "Experts that one pass over W tokens needs, mean over layers; grey: random tokens of the session."
+    "Experts that one pass over W tokens needs, mean over layers; grey: random tokens of the run."
     for task, line in zip(tasks, LINES * len(tasks)):
         o = task["overall"]
         W = np.arange(1, len(o["union"]) + 1)

@@ -1,4 +1,5 @@
 """Recorded expert ids equal those recomputed from each family's router, in NumPy and from the weights alone."""
+import argparse
 import json
 import os
 import signal
@@ -16,7 +17,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spark.expert_trace import (
-    DTYPES, ExpertTrace, TraceWriter, moe_modules, read_trace, trace_meta, write_csv)
+    DTYPES, ExpertTrace, Trace, TraceWriter, add_analyze_arguments, add_trace_arguments, check_same_model, moe_modules, read_trace, run_analyze,
+    run_trace, trace_meta, write_csv)
 
 E, K, V, D, LAYERS = 8, 2, 64, 64, 3
 
@@ -351,7 +353,6 @@ def test_trace_is_compact_and_survives_both_formats(tmp_path):
 
 def test_appending_weightless_rows_drops_no_row(tmp_path):
     meta = trace_meta(build("qwen3_moe")) | {"top_k": 1, "domains": ["a"]}
-    from mlx_spark.expert_trace import Trace
     one = Trace(meta, [0], [0], [0], [0], [0], [3], [.5])
     two = Trace(meta, [0], [1], [0], [0], [1], [4])
     with TraceWriter(tmp_path / "t", meta) as writer:
@@ -359,3 +360,92 @@ def test_appending_weightless_rows_drops_no_row(tmp_path):
         writer.append(two)
     back = read_trace(tmp_path / "t")
     assert back.expert.tolist() == [3, 4] and back.weight is None
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+META = dict(model="m", n_layers=2, moe_layers=[0, 1], n_experts=[8, 8], top_k=1, expert_bytes=[10, 10], created=None, domains=["a"])
+
+def small(n=64): return Trace(META, *(np.zeros(n), np.ones(n)), np.arange(n), np.zeros(n), np.arange(n), np.arange(n) % 8)
+
+def command(add, run, *argv):
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return run(parser.parse_args([str(a) for a in argv]))
+
+@pytest.mark.parametrize("head", ["# n_layer=4 n_expert=8\n", ""], ids=["stated", "unstated"])
+@pytest.mark.parametrize("row, said", [
+    ("0,0,0,-1", "expert is -1"), ("0,0,0,65539", "expert is 65539"), ("0,0,0,1.5", "expert is 1.5"), ("0,0,0,nan", "expert is nan"),
+    ("2,0,0,1", "phase is 2"), ("-1,0,0,1", "phase is -1"), ("0,0,-1,1", "layer is -1"), ("0,0,70000,1", "layer is 70000"),
+    ("0,-3,0,1", "step is -3"), ("0,0,zero,1", "column layer holds 'zero', wanted a number"), ("0,0,0,", "column expert holds ''"),
+    ("0,0,0", "3 fields, the header has 4")])
+def test_foreign_csv_values_are_refused_by_line(tmp_path, head, row, said):
+    path = tmp_path / "foreign.csv"
+    path.write_text(f"{head}phase,step,layer,expert\n0,0,0,7\n{row}\n1,1,0,1\n")
+    with pytest.raises(ValueError) as e: read_trace(path)
+    assert f"{path}, line {len(head.splitlines()) + 3}: {said}" in str(e.value)
+
+@pytest.mark.parametrize("row, said", [("0,0,0,8", "expert is 8, wanted a whole number in 0..7"), ("0,0,4,0", "layer is 4, wanted a whole number in 0..3")])
+def test_csv_is_held_to_the_sizes_it_states(tmp_path, row, said):
+    path = tmp_path / "foreign.csv"
+    path.write_text(f"# n_layer=4 n_expert=8\nphase,step,layer,expert\n{row}\n")
+    with pytest.raises(ValueError, match=said): read_trace(path)
+    path.write_text(f"phase,step,layer,expert\n{row}\n")
+    assert len(read_trace(path)) == 1
+
+@pytest.mark.parametrize("state, said", [
+    ("# n_expert=many\n", "n_expert is 'many', wanted a whole number in 1..32768"), ("# n_expert=70000\n", "n_expert is '70000'"),
+    ("# n_layer=0\n", "n_layer is '0'"), ("# layer=0 expert_bytes=big\n", "header"), ("# expert_bytes=10\n", "header")])
+def test_csv_header_must_state_usable_sizes(tmp_path, state, said):
+    path = tmp_path / "foreign.csv"
+    path.write_text(f"{state}phase,step,layer,expert\n0,0,0,65539\n")
+    with pytest.raises(ValueError, match=f"foreign.csv.*{said}"): read_trace(path)
+
+def test_damaged_files_are_named(tmp_path):
+    folder = tmp_path / "t"
+    with TraceWriter(folder, META) as writer: writer.append(small())
+    packed = tmp_path / "t.csv.gz"
+    write_csv(small(), packed)
+    whole = packed.read_bytes()
+    for damaged in (whole[:-20], whole[:40], b"no gzip at all", whole[:20] + b"\xff" * 20 + whole[40:]):
+        packed.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"t\.csv\.gz is cut short or damaged"): read_trace(packed)
+    chunk = folder / "000000.npz"
+    whole = chunk.read_bytes()
+    for damaged in (b"", whole[:3], whole[:60], whole[:len(whole) // 2], whole[:-1], whole[:90] + b"\xff" * 30 + whole[120:]):
+        chunk.write_bytes(damaged)
+        for use in (lambda: read_trace(folder), lambda: TraceWriter(folder, META)):
+            with pytest.raises(ValueError, match=r"000000\.npz is cut short or damaged"): use()
+    (folder / "meta.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match=r"meta\.json is cut short or damaged"): read_trace(folder)
+
+@pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf"])
+def test_disk_rate_must_be_positive(tmp_path, rate):
+    with TraceWriter(tmp_path / "t", META) as writer: writer.append(small())
+    with pytest.raises(ValueError, match="--disk-mb-s must be above 0"):
+        command(add_analyze_arguments, run_analyze, tmp_path / "t", f"--disk-mb-s={rate}")
+
+def test_empty_traces_are_refused(tmp_path):
+    (tmp_path / "head.csv").write_text("phase,step,layer,expert\n")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "meta.json").write_text(json.dumps(META | {"format": 1}))
+    for name in ("head.csv", "t"):
+        with pytest.raises(ValueError, match=f"{name} holds no routing"):
+            command(add_analyze_arguments, run_analyze, tmp_path / name, "--disk-mb-s", 100)
+
+def test_folder_of_another_model_is_refused_before_generating(tmp_path, monkeypatch):
+    from mlx_spark import expert_trace
+    out = tmp_path / "t"
+    with TraceWriter(out, META) as writer: writer.append(small())
+    asked, real = [], expert_trace.record_generation
+    monkeypatch.setattr(expert_trace, "record_generation", lambda *a, **k: asked.append(1) or real(*a, **k))
+    record = lambda to: command(add_trace_arguments, run_trace, "--model", "tiny:qwen3_moe", "--domain", "chat", "--out", to, "--max-tokens", 1)
+    with pytest.raises(ValueError, match="holds another trace: model m there, tiny:qwen3_moe here"): record(out)
+    assert not asked
+    assert record(tmp_path / "new") == record(tmp_path / "new") == 0 and len(asked) == 16          # the same model is continued
+
+def test_profiles_of_other_models_are_refused():
+    check_same_model(META, META | dict(model="the same by another name", top_k=2, expert_bytes=[20, 20]))
+    with pytest.raises(ValueError, match=r"different models \(m, other\): n_experts \[8, 8\] and \[8, 16\]"):
+        check_same_model(META, META | dict(model="other", n_experts=[8, 16]))
+    with pytest.raises(ValueError, match=r"moe_layers \[0, 1\] and \[1, 2\]"): check_same_model(META, META | dict(moe_layers=[1, 2]))

@@ -259,7 +259,10 @@ def test_command_fixture(suite, capsys):
     assert command("--fixture", trace, *pair, "--acceptance-only") == 0
     assert "8 of 8 outputs identical" in capsys.readouterr().out
     assert command("--fixture", trace) == 2 and "needs --target and --draft-model" in capsys.readouterr().err
-    assert command("--fixture", suite / "no.jsonl", *pair) in (1, 2)
+    for how in ((), ("--json",), ("--acceptance-only",)): assert command("--fixture", suite / "no.jsonl", *pair, *how) == 2
+    cut = suite / "cut.jsonl"
+    cut.write_text(trace.read_text()[:-9])
+    for how in ((), ("--acceptance-only",)): assert command("--fixture", cut, *pair, *how) == 2
     rows = read_jsonl(trace)
     for row in rows: row["temperature"] = 1.0
     trace.write_text("\n".join(map(json.dumps, rows)))

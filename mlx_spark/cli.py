@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'USER_ERRORS', 'LOOKUP_NAMES', 'SHIPPED', 'DEFAULT_MODEL', 'CACHE_OPTIONS', 'DEMO_PROMPTS', 'DEMO_DRAFTER',
            'Command', 'is_there', 'available', 'overview', 'Parser', 'dispatch', 'one_line', 'main', 'shipped_drafters',
-           'read_config', 'is_drafter', 'load_draft', 'quantize_model', 'chat_ids', 'prompt_ids', 'Answer', 'decode',
-           'show_piece', 'speeds', 'compared', 'verdict', 'positive', 'json_object', 'truth', 'add_prompt_arguments',
-           'add_decoding_arguments', 'add_draft_arguments', 'add_generate_arguments', 'read_sampling', 'open_cache',
-           'load_target', 'decoding_options', 'setting', 'run_generate', 'ask', 'warm_up', 'as_law', 'number',
-           'summary', 'demo_drafter', 'add_demo_arguments', 'run_demo', 'demo', 'demo_ids', 'both_ways', 'demo_totals',
-           'blas_line', 'demo_table']
+           'read_config', 'is_drafter', 'loading', 'check_same_vocabulary', 'load_draft', 'open_draft',
+           'quantize_model', 'can_spell', 'id_list', 'check_ids', 'chat_ids', 'prompt_ids', 'Answer', 'decode',
+           'show_id', 'show_piece', 'speeds', 'compared', 'verdict', 'positive', 'seed_number', 'json_object', 'truth',
+           'add_prompt_arguments', 'add_decoding_arguments', 'add_draft_arguments', 'add_generate_arguments',
+           'read_sampling', 'open_cache', 'load_target', 'decoding_options', 'setting', 'open_drafter',
+           'has_confidence', 'warn_threshold', 'draft_cost', 'cost_line', 'run_generate', 'ask', 'warm_up', 'as_law',
+           'number', 'summary', 'demo_drafter', 'add_demo_arguments', 'run_demo', 'demo', 'demo_ids', 'both_ways',
+           'demo_totals', 'blas_line', 'demo_table']
 
 # %% ../nbs/33_cli.ipynb #b8e9c2ea
 import argparse
@@ -19,7 +21,7 @@ import os
 import re
 import sys
 import time
-from contextlib import nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -101,9 +103,10 @@ def dispatch(argv: list[str]) -> int:
 USER_ERRORS = (ValueError, OSError, KeyError, MemoryError, ImportError, NotImplementedError)
 
 def one_line(error: BaseException) -> str:
-    "What an error says, on one line."
+    "What an error says, on one line; after its type, when it isn't one that modules raise about input."
     text = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return " ".join(str(text).split()) or type(error).__name__
+    said, kind = " ".join(str(text).split()), type(error).__name__
+    return (said if isinstance(error, USER_ERRORS) else f"{kind}: {said}") if said else kind
 
 def main(argv: list[str] | None = None) -> int:
     "Run `mlx_spark ARGV` and return its exit code."
@@ -116,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except USER_ERRORS as e:
+    except Exception as e:
         if os.environ.get("MLX_SPARK_DEBUG"): raise
         print(f"{who}: {one_line(e)}", file=sys.stderr)
         return 2
@@ -144,13 +147,35 @@ def is_drafter(config: dict) -> bool:
     return "format_version" in config or "speculators_model_type" in config or "DSpark" in names
 
 # %% ../nbs/33_cli.ipynb #c99e9db2
+@contextmanager
+def loading(what: str, name: str):
+    "Errors while a model is loaded say which one it was."
+    try: yield
+    except (FileNotFoundError, MemoryError): raise
+    except Exception as e: raise ValueError(f"cannot load {what} {name}: {one_line(e)}") from e
+
+def check_same_vocabulary(name: str, draft_tokenizer, tokenizer) -> None:
+    "Refuse a draft model whose ids mean something else than the target's, naming the first that does."
+    theirs, ours = draft_tokenizer.get_vocab(), tokenizer.get_vocab()
+    if theirs == ours: return
+    theirs, ours = ({i: token for token, i in vocab.items()} for vocab in (theirs, ours))
+    at = min((i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i)), default=None)
+    found = "" if at is None else f": id {at} is {theirs.get(at)!r}, and {ours.get(at)!r} in the target"
+    raise ValueError(f"the vocabulary of {name} is not the target's{found}")
+
+# %% ../nbs/33_cli.ipynb #f2b65092
 def load_draft(
     name: str,                # ngram or prompt-lookup, none, a DSpark drafter's folder or name, or an mlx-lm model
     model,                    # the target
     *,
+    tokenizer=None,           # the target's; given, an mlx-lm model must have the same vocabulary
     bits: int | None = None,  # quantize its weights
 ) -> Any:                     # what `stream_generate` takes as draft_model
     "The drafter that `--draft-model NAME` stands for."
+    with loading("draft model", name): return open_draft(name, model, tokenizer, bits)
+
+def open_draft(name: str, model, tokenizer, bits: int | None) -> Any:
+    "The work of `load_draft`."
     if name in (*LOOKUP_NAMES, "none"):
         from mlx_spark.sources import NoSource, PromptLookup
         if bits is not None: raise ValueError(f"--draft-bits {bits}: {name} has no weights to quantize")
@@ -159,10 +184,11 @@ def load_draft(
         from mlx_spark.dspark import load_drafter
         return load_drafter(name, model, bits=bits)
     from mlx_spark.targets import load
-    try: draft_model, _ = load(name)
+    try: draft_model, draft_tokenizer = load(name)
     except FileNotFoundError as e:
         known = ", ".join([*LOOKUP_NAMES, "none", *shipped_drafters()])
         raise FileNotFoundError(f"no draft model: {e}; by name there are {known}") from e
+    if tokenizer is not None: check_same_vocabulary(name, draft_tokenizer, tokenizer)
     if bits is not None: quantize_model(draft_model, bits)
     return draft_model
 
@@ -175,6 +201,25 @@ def quantize_model(model, bits: int, *, group_size: int = 64) -> None:
     nn.quantize(model, group_size=group_size, bits=bits, class_predicate=lambda path, m: can(m) and wants(path, m))
 
 # %% ../nbs/33_cli.ipynb #f70d75af
+def can_spell(tokenizer) -> bool:
+    "Whether text becomes tokens at all."
+    return len(tokenizer.encode("a", add_special_tokens=False)) > 0
+
+def id_list(text: str) -> list[int]:
+    "An argparse type: ids, separated by commas or spaces."
+    ids = text.replace(",", " ").split()
+    if ids and all(i.isascii() and i.isdigit() for i in ids): return [int(i) for i in ids]
+    raise argparse.ArgumentTypeError(f"wanted token ids such as '60 61 62', got {text!r}")
+
+def check_ids(ids: list[int], model) -> list[int]:
+    "The ids, all of them in the model's vocabulary."
+    from mlx_spark.targets import parts
+    size = parts(model).dims.vocab_size
+    wrong = [i for i in ids if i >= size]
+    if wrong: raise ValueError(f"--prompt-ids: the vocabulary is 0..{size - 1}, got {wrong[0]}")
+    return ids
+
+# %% ../nbs/33_cli.ipynb #7354f8ef
 def chat_ids(
     tokenizer,
     text: str,                     # the user's turn
@@ -198,6 +243,8 @@ def chat_ids(
 
 def prompt_ids(args, tokenizer) -> list[int]:
     "Token ids of --prompt, --system-prompt and --prefill-response."
+    if not can_spell(tokenizer):
+        raise ValueError("this model has no tokenizer, so text means nothing to it: ask with --prompt-ids '60 61 62'")
     text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not args.ignore_chat_template and tokenizer.has_chat_template:
         turns = dict(system=args.system_prompt, prefill=args.prefill_response, config=args.chat_template_config)
@@ -236,6 +283,10 @@ def decode(
         text += r.text
         if show: show(r)
     return Answer(text, ids, times, drafted, r)
+
+def show_id(r) -> None:
+    "Print the id of a token of a model that cannot spell."
+    print(int(r.token), end=" ", flush=True)
 
 def show_piece(r) -> None:
     "Print text as it comes; on a terminal, what the drafter guessed is blue."
@@ -279,6 +330,11 @@ def positive(text: str) -> int:
     if text.isdigit() and int(text) >= 1: return int(text)
     raise argparse.ArgumentTypeError(f"wanted a number of at least 1, got {text!r}")
 
+def seed_number(text: str) -> int:
+    "An argparse type: what seeds a generator."
+    if text.isascii() and text.isdigit() and int(text) < 2**64: return int(text)
+    raise argparse.ArgumentTypeError(f"wanted an integer in 0..2**64-1, got {text!r}")
+
 def json_object(text: str) -> dict:
     "An argparse type: a JSON object."
     try: value = json.loads(text)
@@ -295,7 +351,9 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="smollm2-135m (default), a folder, a .gguf file, or owner/name of the model hub")
     add("--adapter-path", metavar="DIR", help="LoRA adapter, as mlx-lm trains it")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
-    add("--prompt", "-p", default="hello", help="the user's text; - reads stdin")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--prompt", "-p", default="hello", help="the user's text; - reads stdin")
+    either("--prompt-ids", type=id_list, metavar="IDS", help="token ids instead of text: '60 61 62' or 60,61,62")
     add("--system-prompt", metavar="TEXT")
     add("--prefill-response", metavar="TEXT", help="the answer starts with this")
     add("--ignore-chat-template", action="store_true", help="feed the prompt as it is")
@@ -316,8 +374,9 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-tokens-to-keep", type=int, default=1, help="that --min-p always leaves")
     add("--xtc-probability", type=float, default=0.0)
     add("--xtc-threshold", type=float, default=0.1)
-    add("--seed", type=int, help="of random draws")
-    add("--max-kv-size", type=positive, help="tokens that the cache keeps at most")
+    add("--seed", type=seed_number, help="of random draws")
+    add("--max-kv-size", type=positive, help="tokens that the cache keeps at most; ignored, as in mlx-lm, by models "
+        "that make their own cache (the llama family, so SmolLM2)")
     add("--kv-bits", type=int, help="quantize the cache")
     add("--kv-group-size", type=positive, default=64)
     add("--quantized-kv-start", type=int, default=5000, help="with --kv-bits: tokens before quantizing starts")
@@ -376,7 +435,8 @@ def load_target(args, facts: dict) -> tuple:
     name = args.model or facts.get("model", DEFAULT_MODEL)
     config = json.loads(facts.get("tokenizer_config", "{}"))
     if args.trust_remote_code: config["trust_remote_code"] = True
-    model, tokenizer = load(name, adapter_path=args.adapter_path, tokenizer_config=config)
+    with loading("target", name):
+        model, tokenizer = load(name, adapter_path=args.adapter_path, tokenizer_config=config)
     for token in args.extra_eos_token: tokenizer.add_eos_token(token)
     return name, model, tokenizer
 
@@ -395,6 +455,41 @@ def setting(model) -> dict[str, str]:
     dtype, device = str(floats[0]).split(".")[-1], mx.default_device().type.name
     return {"dtype": dtype, "device": device, "blas": mlx_spark.blas_in_use()}
 
+# %% ../nbs/33_cli.ipynb #12ea396e
+def open_drafter(args, model, tokenizer) -> Any:
+    "The drafter of the flags, or None."
+    found = load_draft(args.draft_model, model, tokenizer=tokenizer, bits=args.draft_bits) if args.draft_model else None
+    warn_threshold(args, found)
+    return found
+
+def has_confidence(drafter) -> bool:
+    "Whether a drafter says how sure it is of each draft."
+    from mlx_spark.sources import NoSource, PromptLookup
+    if drafter is None or isinstance(drafter, (NoSource, PromptLookup)): return False
+    return getattr(getattr(drafter, "config", None), "enable_confidence_head", True)
+
+def warn_threshold(args, drafter) -> None:
+    "Say when --confidence-threshold cannot have an effect."
+    if not 0 < args.confidence_threshold <= 1 or has_confidence(drafter): return
+    why = f"{args.draft_model} gives no confidences" if args.draft_model else "there is no drafter"
+    print(f"mlx_spark: --confidence-threshold {args.confidence_threshold:g} has no effect, {why}", file=sys.stderr)
+
+# %% ../nbs/33_cli.ipynb #a2322253
+def draft_cost(drafter, n: int | None, context: int) -> dict[str, int | None]:
+    "Bytes of the drafter's own weights, and bytes read in a round of n drafts; None where not known."
+    from mlx_spark.dspark import DSparkDrafter, footprint
+    from mlx_spark.generate import weight_bytes
+    if isinstance(drafter, DSparkDrafter):
+        block = drafter.config.block_size
+        f = footprint(drafter, min(n or block, block), context)
+        return {"draft_bytes": f["own_bytes"], "draft_bytes_a_round": f["round_bytes"]}
+    return {"draft_bytes": weight_bytes([drafter]) if hasattr(drafter, "layers") else None, "draft_bytes_a_round": None}
+
+def cost_line(cost: dict) -> str:
+    "`draft_cost` in words."
+    read = cost["draft_bytes_a_round"]
+    return f"Drafter: {cost['draft_bytes'] / 1e6:.3g} MB" + (f", {read / 1e6:.3g} MB read a round" if read else "")
+
 # %% ../nbs/33_cli.ipynb #40fef8e0
 def run_generate(args) -> int:
     "Runs `mlx_spark generate`."
@@ -409,17 +504,21 @@ def ask(args) -> dict[str, Any]:
         raise ValueError("--compare cannot judge an answer that continues --prompt-cache-file")
     cache, facts = open_cache(args)
     name, model, tokenizer = load_target(args, facts)
-    drafter = load_draft(args.draft_model, model, bits=args.draft_bits) if args.draft_model else None
-    prompt, options = prompt_ids(args, tokenizer), decoding_options(args, tokenizer)
+    if args.prompt_ids and (args.system_prompt or args.prefill_response):
+        raise ValueError("--system-prompt and --prefill-response are text, and --prompt-ids takes none")
+    prompt = check_ids(args.prompt_ids, model) if args.prompt_ids else prompt_ids(args, tokenizer)
+    drafter, options = open_drafter(args, model, tokenizer), decoding_options(args, tokenizer)
+    cost = draft_cost(drafter, args.num_draft_tokens, len(prompt))
+    if args.verbose and cost["draft_bytes"]: print(cost_line(cost), file=sys.stderr)
     once = partial(decode, model, tokenizer, prompt, **options)
     if args.compare: warm_up(once, drafter)
-    ours = once(drafter=drafter, show=show_piece, prompt_cache=cache)
+    ours = once(drafter=drafter, show=show_piece if can_spell(tokenizer) else show_id, prompt_cache=cache)
     plain = [once()] if args.compare else []
     result = {
         "model": name, "draft_model": args.draft_model, "prompt_tokens": len(prompt), "tokens": len(ours.ids),
         "text": ours.text, "ids": ours.ids, "finish_reason": ours.last.finish_reason, **speeds([ours], plain),
         "prompt_tok_s": ours.last.prompt_tps, "peak_memory_gb": ours.last.peak_memory,
-        **setting(model), "ids_match": None}
+        **cost, **setting(model), "ids_match": None}
     kept = {name: options[name] for name in CACHE_OPTIONS}
     for p in plain: result |= compared(model, prompt, ours, p, as_law(options["sampler"]), **kept)
     print(f"\n{'=' * 10}\n{summary(result)}" if args.verbose else "")
@@ -485,8 +584,9 @@ def demo(args) -> tuple[dict, list[dict]]:
     "Decode the built-in prompts both ways, printing as it goes; what --json prints, and the raw samples."
     from mlx_spark.targets import load
     name = demo_drafter(args)
-    model, tokenizer = load(args.model)
-    drafter = load_draft(name, model, bits=args.draft_bits)
+    with loading("target", args.model): model, tokenizer = load(args.model)
+    drafter = load_draft(name, model, tokenizer=tokenizer, bits=args.draft_bits)
+    warn_threshold(args, drafter)
     facts = {"model": args.model, "draft_model": name, "max_tokens": args.max_tokens, **setting(model)}
     print(f"{args.model} with {name}, greedy, at most {args.max_tokens} tokens an answer")
     if advice := blas_line(facts): print(advice)

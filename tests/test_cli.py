@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,29 @@ def test_the_answer_alone(tiny):
     assert lookup.stdout == plain.stdout
 
 
+GOLDENS = ROOT / "goldens/deepspec"
+PAIR = ["--model", str(GOLDENS / "targets/qwen3_tiny"), "--draft-model", str(GOLDENS / "drafters/q3_b7_vanilla_cm")]
+
+
+@pytest.mark.parametrize("row", (0, 1))
+def test_a_model_without_tokenizer_is_asked_in_ids(row):
+    row = json.loads((GOLDENS / "traces/target_greedy_qwen3_tiny.json").read_text())[row]
+    ids, n = ",".join(map(str, row["prompt_ids"])), str(row["max_new_tokens"])
+    done = shell("generate", *PAIR, "--prompt-ids", ids, "--max-tokens", n, "--compare", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["ids_match"] is True and result["ids"] == row["greedy_new_tokens"] and result["tau"] > 1
+    assert result["draft_bytes"] > 0 and result["draft_bytes_a_round"] > 0 and done.stderr.count("Drafter: ") == 1
+    assert " ".join(map(str, result["ids"])) in done.stderr
+
+
+def test_threshold_without_confidences(tiny, capsys):
+    for drafter in (["--draft-model", "ngram"], []):
+        assert main(["generate", "--model", tiny, "-m", "2", "--confidence-threshold", "0.5", *drafter]) == 0
+        out, err = capsys.readouterr()
+        assert "--confidence-threshold 0.5 has no effect" in err and "no effect" not in out
+
+
 def test_demo(tiny):
     done = shell("demo", "--model", tiny, "--max-tokens", "6", "--json")
     result = json.loads(done.stdout)
@@ -89,12 +113,60 @@ def test_demo_says_how_to_leave_the_slow_blas(tiny):
     (["generate", "--model", "TINY", "--draft-model", "nobody"], "by name there are ngram"),
     (["generate", "--model", "TINY", "--max-tokens", "0"], "max_tokens must be non-zero"),
     (["generate", "--model", "TINY", "--temp", "-1"], "temp must be finite"),
+    (["generate", "--model", "TINY", "--temp", "1", "--seed", "-1"], "wanted an integer in 0..2**64-1, got '-1'"),
+    (["generate", "--model", "TINY", "--prompt-ids", "1 288"], "the vocabulary is 0..287, got 288"),
+    (["generate", "--model", "TINY", "--prompt-ids", "one"], "wanted token ids such as '60 61 62', got 'one'"),
+    (["generate", "--model", "TINY", "--prompt-ids", "1", "--prompt", "a"], "not allowed with argument"),
+    (["generate", *PAIR, "--prompt", "hello"], "no tokenizer, so text means nothing to it: ask with --prompt-ids"),
     (["generate", "--model", "TINY", "--max-tokens", "9999999999"], "MLX_SPARK_MEMORY_LIMIT_GB"),
 ])
 def test_one_line_and_exit_2(tiny, argv, said, capsys):
     assert main([tiny if a == "TINY" else a for a in argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("mlx_spark") and said in err
+
+
+def rewritten(source, folder, change):
+    "A copy of a model folder with other weights."
+    shutil.copytree(source, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(change(weights.read_bytes()))
+    return str(folder)
+
+
+@pytest.mark.parametrize("n", (0, 5, 200, -100))
+def test_truncated_weights_name_the_model(tiny, tmp_path, n, capsys):
+    cut = lambda source, name: rewritten(source, tmp_path / name, lambda data: data[:n])
+    target, drafter = cut(tiny, "target"), cut(PAIR[3], "drafter")
+    for argv, said in (
+        (["--model", target], f"cannot load target {target}: "),
+        (["--model", tiny, "--draft-model", target], f"cannot load draft model {target}: "),
+        ([*PAIR[:3], drafter, "--prompt-ids", "60"], f"cannot load draft model {drafter}: "),
+    ):
+        assert main(["generate", *argv]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_draft_model_with_other_words(tiny, tmp_path, capsys):
+    folder = tmp_path / "swapped"
+    shutil.copytree(tiny, folder)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    assert main(["generate", "--model", tiny, "--draft-model", str(folder)]) == 2
+    assert "is not the target's: id 97 is 'b', and 'a' in the target" in capsys.readouterr().err
+
+
+def test_any_error_is_one_line(monkeypatch, capsys):
+    def fail(argv): raise IndexError("list index\nout of range")
+    monkeypatch.setattr("mlx_spark.cli.dispatch", fail)
+    monkeypatch.delenv("MLX_SPARK_DEBUG", raising=False)
+    assert main(["generate"]) == 2
+    assert capsys.readouterr().err == "mlx_spark generate: IndexError: list index out of range\n"
+    monkeypatch.setenv("MLX_SPARK_DEBUG", "1")
+    with pytest.raises(IndexError): main(["generate"])
 
 
 def test_the_shell_sees_it_too():
@@ -199,3 +271,9 @@ def test_figure_is_of_the_results_file():
     result = json.loads(RESULT.read_text())
     assert figures.caption(result) in (ROOT / "docs/demo.svg").read_text()
     assert result["prompts"] and all(p["ids_match"] or p["ties"] for p in result["prompts"])
+
+
+def test_what_was_never_run_is_said():
+    for text in (README, (GOLDENS / "README.md").read_text()):
+        assert re.search(r"dump_deepspec\.py`.*never run against a real", text)
+        assert "--prompt-ids \"18 94 109\"" in text

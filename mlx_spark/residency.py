@@ -280,6 +280,7 @@ class ReplayResult:
     n_tokens: int        # decoded tokens
     hits_by_step: np.ndarray    # (n_steps,) int: decode only, one entry for each forward pass
     lookups_by_step: np.ndarray # (n_steps,) int: zero where the pass is a prefill
+    read_by_step: np.ndarray    # (n_steps,) int: bytes
     note: str = ""
 
     @property
@@ -294,7 +295,7 @@ def run_calls(calls: Calls, policy: Policy, *, name: str = "") -> ReplayResult:
     "Touch a fresh policy with every call of a trace, in order."
     lookups, hits, first, read, seen, peak = [0, 0], [0, 0], [0, 0], [0, 0], set(), 0
     n_steps = max(calls.step) + 1
-    by_step = np.zeros((2, n_steps), np.int64)
+    by_step = np.zeros((3, n_steps), np.int64)
     for layer, experts, phase, step in zip(calls.layer, calls.experts, calls.phase, calls.step):
         missing, _ = policy.touch(layer, experts)
         n, hit = len(experts), len(experts) - len(missing)
@@ -303,8 +304,9 @@ def run_calls(calls: Calls, policy: Policy, *, name: str = "") -> ReplayResult:
         lookups[phase] += n
         hits[phase] += hit
         first[phase] += len(new)
-        read[phase] += len(missing) * calls.expert_bytes[layer]
-        if phase == DECODE: by_step[:, step] += hit, n
+        n_bytes = len(missing) * calls.expert_bytes[layer]
+        read[phase] += n_bytes
+        if phase == DECODE: by_step[:, step] += hit, n, n_bytes
         if policy.used_bytes > peak: peak = policy.used_bytes
     note = "" if not isinstance(policy, Belady) or policy.exact else "heuristic: experts differ in size"
     return ReplayResult(name or type(policy).__name__, policy.budget_bytes, tuple(lookups), tuple(hits), tuple(first), tuple(read), peak,
@@ -319,8 +321,7 @@ def lru_zero_bytes(expert_bytes: dict, top_k: int) -> int:
     "Below this budget a global LRU has no hit at all while single tokens are decoded."
     return token_cycle_bytes(expert_bytes, top_k) - (top_k - 1) * max(expert_bytes.values())
 
-# %% ../nbs/23_residency.ipynb #701a6636
-THRASHING = {"lru": "layer-strict", "clock": "layer-strict"} # policy -> what to use below the token cycle
+THRASHING = {"lru": "layerlfu-strict", "clock": "layerlfu-strict"} # policy -> what to use below the token cycle
 
 def guard_cycle(
     name: str,          # of a policy
@@ -342,7 +343,7 @@ def guard_cycle(
 # %% ../nbs/23_residency.ipynb #8598cf14
 class Recall(Policy):
     "Soft Belady: the expert with the least expected discount to its next use leaves, foreseen from its past and from similar tokens."
-    def __init__(self, budget_bytes, expert_bytes, *, n_experts: int, half_life: float = 64., recency: float = .15, discount: float = .8,
+    def __init__(self, budget_bytes, expert_bytes, *, n_experts: int, half_life: float = 32., recency: float = .25, discount: float = .8,
                  alike: float = .6, temp: float = .1, ahead: int = 2, neighbours: int = 16, memory: int = 256): # memory: tokens remembered
         super().__init__(budget_bytes, expert_bytes)
         shape = len(expert_bytes), n_experts
@@ -439,7 +440,7 @@ def evict_least(self, keep=(), limit_bytes=None):
 
 Recall.vote, Recall.value, Recall.evict = vote, value, evict_least
 
-# %% ../nbs/23_residency.ipynb #a71991c7
+# %% ../nbs/23_residency.ipynb #6015658d
 POLICIES = {
     "lru": LRU, "lfu": LFU, "lfu-decay": DecayLFU, "clock": Clock, "random": Random, "pinned": Pinned,
     "layer": Partition, "layerlfu": partial(Partition, inner=LFU),
@@ -465,6 +466,7 @@ def make_policy(
     if need and known is None: raise ValueError(f"policy {name!r} needs {need}")
     return POLICIES[name](budget_bytes, expert_bytes, **({need: known} if need else {}))
 
+# %% ../nbs/23_residency.ipynb #109b1706
 def replay(
     trace: Trace | Calls,
     policy: str,          # name
@@ -567,6 +569,7 @@ def compare(
     over = {r["policy"] for r in rows if r["peak_mib"] > r["budget_mib"] + calls.n_experts * max(calls.expert_bytes.values()) / 2**20}
     return rows, remarks + [f"{name} holds more than the budget it was given (see peak)" for name in sorted(over)]
 
+# %% ../nbs/23_residency.ipynb #ef28a4f3
 def table(rows: list) -> str:
     "Rows as text."
     head = f"{'policy':16}{'budget MiB':>11}{'hit %':>8}{'decode %':>10}{'read MiB':>11}{'MiB/token':>11}{'gap closed':>12}{'peak MiB':>10}"
@@ -575,7 +578,6 @@ def table(rows: list) -> str:
                       + "".join(f"  {k.replace('_', ' ')}: {r[k]}" for k in ("note", "instead_of") if k in r))
     return "\n".join([head, *map(line, rows)])
 
-# %% ../nbs/23_residency.ipynb #a7f1770e
 def recommend(calls: Calls, policies: Sequence[str], want_hit_pct: float, **options) -> list: # of dicts, smallest budget first
     "The budget each policy needs for a hit rate in decode."
     found = {name: budget_for(calls, name, want_hit_pct, **options) for name in policies}
@@ -583,6 +585,7 @@ def recommend(calls: Calls, policies: Sequence[str], want_hit_pct: float, **opti
                  hit_pct_decode=None if r is None else round(r.hit_pct_decode, 3)) for name, r in found.items()]
     return sorted(rows, key=lambda r: (r["budget_mib"] is None, r["budget_mib"]))
 
+# %% ../nbs/23_residency.ipynb #a7f1770e
 def run(args) -> int:
     "Replay a recorded trace under the budgets asked for."
     trace = read_trace(args.trace)

@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p("--confidence-threshold", type=float, default=0.0); p("--seed", type=int, default=0); p("--no-plain", action="store_true", help="acceptance only: no plain decoding, no comparison")
     p("--out", help="results file to write, with machine, versions and raw samples"); p("--json", action="store_true")
 
+# %% ../nbs/31_bench.ipynb #5b1e7a92
 def json_ready(x):
     "The same numbers with None for what JSON has no word for: NaN (not measured) and infinity."
     if isinstance(x, dict): return {k: json_ready(v) for k, v in x.items()}

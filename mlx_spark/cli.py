@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'USER_ERRORS', 'LOOKUP_NAMES', 'SHIPPED', 'DEFAULT_MODEL', 'CACHE_OPTIONS', 'DEMO_PROMPTS', 'DEMO_DRAFTER',
            'Command', 'is_there', 'available', 'overview', 'Parser', 'dispatch', 'one_line', 'main', 'shipped_drafters',
-           'read_config', 'is_drafter', 'loading', 'check_same_vocabulary', 'load_draft', 'open_draft',
-           'quantize_model', 'can_spell', 'id_list', 'check_ids', 'chat_ids', 'prompt_ids', 'Answer', 'decode',
-           'show_id', 'show_piece', 'speeds', 'compared', 'verdict', 'positive', 'seed_number', 'json_object', 'truth',
+           'read_config', 'is_drafter', 'loading', 'check_same_vocabulary', 'quantize_model', 'load_draft',
+           'open_draft', 'can_spell', 'id_list', 'check_ids', 'chat_ids', 'prompt_ids', 'Answer', 'decode', 'show_id',
+           'show_piece', 'speeds', 'compared', 'verdict', 'positive', 'seed_number', 'json_object', 'truth',
            'add_prompt_arguments', 'add_decoding_arguments', 'add_draft_arguments', 'add_generate_arguments',
            'read_sampling', 'open_cache', 'load_target', 'decoding_options', 'setting', 'open_drafter',
            'has_confidence', 'warn_threshold', 'draft_cost', 'cost_line', 'run_generate', 'ask', 'warm_up', 'as_law',
@@ -163,6 +163,13 @@ def check_same_vocabulary(name: str, draft_tokenizer, tokenizer) -> None:
     found = "" if at is None else f": id {at} is {theirs.get(at)!r}, and {ours.get(at)!r} in the target"
     raise ValueError(f"the vocabulary of {name} is not the target's{found}")
 
+def quantize_model(model, bits: int, *, group_size: int = 64) -> None:
+    "Quantize an mlx-lm model in place; what is quantized already, or too narrow, stays as it is."
+    import mlx.nn as nn
+    wants = getattr(model, "quant_predicate", lambda path, module: True)
+    can = lambda m: hasattr(m, "to_quantized") and m.weight.shape[-1] % group_size == 0
+    nn.quantize(model, group_size=group_size, bits=bits, class_predicate=lambda path, m: can(m) and wants(path, m))
+
 # %% ../nbs/33_cli.ipynb #f2b65092
 def load_draft(
     name: str,                # ngram or prompt-lookup, none, a DSpark drafter's folder or name, or an mlx-lm model
@@ -191,14 +198,6 @@ def open_draft(name: str, model, tokenizer, bits: int | None) -> Any:
     if tokenizer is not None: check_same_vocabulary(name, draft_tokenizer, tokenizer)
     if bits is not None: quantize_model(draft_model, bits)
     return draft_model
-
-# %% ../nbs/33_cli.ipynb #0309fe0e
-def quantize_model(model, bits: int, *, group_size: int = 64) -> None:
-    "Quantize an mlx-lm model in place; what is quantized already, or too narrow, stays as it is."
-    import mlx.nn as nn
-    wants = getattr(model, "quant_predicate", lambda path, module: True)
-    can = lambda m: hasattr(m, "to_quantized") and m.weight.shape[-1] % group_size == 0
-    nn.quantize(model, group_size=group_size, bits=bits, class_predicate=lambda path, m: can(m) and wants(path, m))
 
 # %% ../nbs/33_cli.ipynb #f70d75af
 def can_spell(tokenizer) -> bool:
@@ -304,7 +303,6 @@ def speeds(ours: list[Answer], plain: list[Answer]) -> dict[str, Any]:
     out = {"tau": tau, "tok_s": rate(ours), "plain_tok_s": rate(plain)}
     return out | {"speedup": out["tok_s"] / out["plain_tok_s"] if out["tok_s"] and out["plain_tok_s"] else None}
 
-# %% ../nbs/33_cli.ipynb #76dcef62
 def compared(
     model, prompt: list[int], ours: Answer, plain: Answer, sampling,
     **how, # what else `compare_ids` takes: max_kv_size, kv_bits, ...
@@ -362,7 +360,6 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end the answer, too")
     add("--prompt-cache-file", metavar="FILE", help="a saved prompt cache; the prompt continues it")
 
-# %% ../nbs/33_cli.ipynb #37e9233a
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags of mlx-lm that say how tokens are chosen and kept."
     add = parser.add_argument
@@ -474,7 +471,6 @@ def warn_threshold(args, drafter) -> None:
     why = f"{args.draft_model} gives no confidences" if args.draft_model else "there is no drafter"
     print(f"mlx_spark: --confidence-threshold {args.confidence_threshold:g} has no effect, {why}", file=sys.stderr)
 
-# %% ../nbs/33_cli.ipynb #a2322253
 def draft_cost(drafter, n: int | None, context: int) -> dict[str, int | None]:
     "Bytes of the drafter's own weights, and bytes read in a round of n drafts; None where not known."
     from mlx_spark.dspark import DSparkDrafter, footprint
@@ -628,7 +624,6 @@ def demo_totals(found: list[dict]) -> dict[str, Any]:
     mismatches = sum(r.get("mismatches", 0) for r in rows)
     return out | ({"ties": ties} if ties else {}) | ({"mismatches": mismatches} if mismatches else {})
 
-# %% ../nbs/33_cli.ipynb #f3c58279
 def blas_line(facts: dict[str, str]) -> str | None:
     "What to do about a slow BLAS, where it matters."
     advice = mlx_spark.blas_advice() if facts["device"] == "cpu" else None

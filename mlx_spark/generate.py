@@ -10,7 +10,7 @@ __all__ = ['NO_KV', 'GenerationResponse', 'Cycle', 'Step', 'read_sampler', 'Deco
            'resume_source', 'save_prompt_cache', 'load_prompt_cache', 'cycles', 'speculative_step', 'probe_cache',
            'check_kv_bits', 'cache_bytes', 'memory_limit', 'machine_memory', 'weight_bytes', 'check_memory',
            'check_request', 'plain_step', 'encode', 'check_options', 'stream_generate', 'responses', 'generate',
-           'load_draft', 'Difference', 'compare_ids', 'rows_both_ways']
+           'Difference', 'compare_ids', 'rows_both_ways']
 
 # %% ../nbs/13_generate.ipynb #4d8bf4df
 import json
@@ -26,6 +26,7 @@ from uuid import uuid4
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 from mlx_lm.generate import maybe_quantize_kv_cache, wired_limit
@@ -37,6 +38,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .cache import Rewinder, cache_offset, make_cache
 from .sources import Draft, DraftSource, NoSource, PromptLookup, as_source
 from .taps import Taps
+from .targets import parts
 from .verify import Sampling, Verdict, cut_at_stop, target_probs, verify_exact, verify_greedy, verify_sampled
 
 # %% ../nbs/13_generate.ipynb #b0a0774d
@@ -447,8 +449,11 @@ def probe_cache(model: nn.Module, max_kv_size: int | None = None) -> list:
 def check_kv_bits(cache: list, kv_bits: int, kv_group_size: int) -> None:
     "Refuse, by name, a cache that mlx-lm cannot keep in `kv_bits`."
     kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
+    for c in cache:
+        if isinstance(c, lm_cache.QuantizedKVCache) and (c.bits, c.group_size) != (kv_bits, kv_group_size):
+            raise ValueError(f"kv_bits={kv_bits}, kv_group_size={kv_group_size}: this prompt_cache is kept in {c.bits} bits, groups of {c.group_size}")
     quantizable = [c for c in cache if hasattr(c, "to_quantized")]
-    if not quantizable: raise ValueError(f"kv_bits={kv_bits}: mlx-lm cannot quantize {kinds}")
+    if not quantizable and not any(isinstance(c, lm_cache.QuantizedKVCache) for c in cache): raise ValueError(f"kv_bits={kv_bits}: mlx-lm cannot quantize {kinds}")
     for c in quantizable:
         try: c.to_quantized(group_size=kv_group_size, bits=kv_bits)
         except NotImplementedError:
@@ -533,14 +538,16 @@ def plain_step(
     first, later = Cycle(), Cycle(tau=1.0)
     for n, (token, logprobs) in enumerate(tokens): yield Step(token, logprobs, False, later if n else first)
 
-def encode(tokenizer: TokenizerWrapper, prompt) -> mx.array:
-    "Token ids (T,) of a prompt: text, ids or an array of ids, T >= 1."
+def encode(tokenizer: TokenizerWrapper, prompt, n_vocab: int) -> mx.array:
+    "Token ids (T,) of a prompt: text, ids or an array of ids, T >= 1, each below `n_vocab`."
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
         prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt, dtype=mx.uint32)
-    if prompt.ndim != 1 or not prompt.size: raise ValueError(f"prompt must be at least one token, got shape {prompt.shape}")
-    return prompt
+    ids = np.array(prompt)
+    if ids.ndim != 1 or not ids.size: raise ValueError(f"prompt must be at least one token, got shape {ids.shape}")
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= n_vocab:
+        raise ValueError(f"prompt ids are whole numbers in 0..{n_vocab - 1}, got {ids.min()}..{ids.max()}")
+    return mx.array(ids, dtype=mx.uint32)
 
 def check_options(source: DraftSource, max_tokens: int, n_draft: int | None, threshold: float, options: dict) -> None:
     "Refuse options that are out of range or that speculation cannot honour."
@@ -548,6 +555,7 @@ def check_options(source: DraftSource, max_tokens: int, n_draft: int | None, thr
         raise ValueError(f"max_tokens must be non-zero (-1 = no limit), got {max_tokens}")
     if n_draft is not None and n_draft < 1: raise ValueError(f"num_draft_tokens must be >= 1, got {n_draft}")
     if not 0 <= threshold <= 1: raise ValueError(f"confidence_threshold must be in 0..1, got {threshold}")
+    if options.get("prefill_step_size", 1) < 1: raise ValueError(f"prefill_step_size must be >= 1, got {options['prefill_step_size']}")
     if not isinstance(source, NoSource) and options.pop("input_embeddings", None) is not None:
         raise ValueError("speculative decoding takes no input_embeddings")
 
@@ -571,7 +579,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper): tokenizer = TokenizerWrapper(tokenizer)
     source = as_source(draft_model, target=model)
     check_options(source, max_tokens, num_draft_tokens, confidence_threshold, options)
-    prompt, cache = encode(tokenizer, prompt), options.get("prompt_cache")
+    prompt, cache = encode(tokenizer, prompt, parts(model).embed_tokens.weight.shape[0]), options.get("prompt_cache")
     check_request(model, source, cache, prompt.size, max_tokens, limit_gb=memory_limit_gb, **options)
     options |= dict(max_tokens=max_tokens, sampler=sampler, seed=seed)
     if isinstance(source, NoSource): steps = plain_step(prompt, model, stream, **options)
@@ -600,7 +608,7 @@ def responses(
             n_accepted=cycle.n_accepted, verify_length=cycle.verify_length, tau=cycle.tau, parked=cycle.parked)
         if done: return
 
-# %% ../nbs/13_generate.ipynb #b2b7ab06
+# %% ../nbs/13_generate.ipynb #03ba6ada
 def generate(model: nn.Module, tokenizer, prompt, verbose: bool = False, **options) -> str:
     "The whole text; `options` are those of `stream_generate`. `verbose` prints it while it comes, with the speeds."
     text = ""
@@ -612,22 +620,6 @@ def generate(model: nn.Module, tokenizer, prompt, verbose: bool = False, **optio
         print(f"Generation: {r.generation_tokens} tokens, {r.generation_tps:.3f} tokens-per-sec, tau {r.tau:.2f}")
         print(f"Peak memory: {r.peak_memory:.3f} GB")
     return text
-
-def load_draft(
-    name: str | None,      # none, prompt-lookup, a DSpark drafter (folder, shipped name, hub repo) or an mlx-lm model
-    model: nn.Module,      # the target
-    *,
-    bits: int | None = None, # quantize a DSpark drafter to
-):                         # a `draft_model` for `stream_generate`
-    "What a `--draft-model` flag names."
-    from mlx_spark.dspark import find_drafter, load_drafter
-    from mlx_spark.targets import DEFAULT_MODEL, load
-    if name in (None, "none"): return None
-    if name == PromptLookup.name: return PromptLookup()
-    if name == DEFAULT_MODEL or str(name).endswith(".gguf"): return load(name)[0]
-    folder = find_drafter(name)
-    is_drafter = "target_layer_ids" in json.loads((folder / "config.json").read_text())
-    return load_drafter(folder, model, bits=bits) if is_drafter else load(str(folder))[0]
 
 # %% ../nbs/13_generate.ipynb #1bb94eb5
 class Difference(NamedTuple):

@@ -16,9 +16,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load_model
 
 from mlx_spark.cache import cache_offset, make_cache
+from mlx_spark.dspark import load_drafter
 from mlx_spark.sources import Draft, DraftSource, ModelSource, NoSource, PromptLookup, as_source
 from mlx_spark.targets import TINY_FAMILIES, tiny_target
 from mlx_spark.taps import Taps
+from mlx_spark.train import new_drafter
 
 loop = import_module("mlx_spark.generate")
 GOLDENS = Path(__file__).parent.parent / "goldens" / "deepspec"
@@ -33,6 +35,7 @@ def tiny(family, **options): return tiny_target(family, **options)
 def source_of(name, family):
     if name == "lookup": return PromptLookup(ngram=1, min_ngram=1)
     if name == "none": return NoSource()
+    if name == "dspark": return new_drafter(tiny(family)[0], layers=1, gamma=4, rank=8, mask_token=2).as_source(tiny(family)[0])
     return ModelSource(tiny(family, **{"rounded": dict(bits=8), "stranger": dict(seed=1), "itself": {}}[name])[0])
 
 def able(family, mode):
@@ -55,7 +58,7 @@ def test_ids_and_cache_equal_plain_decoding(family, mode):
     caches = lambda: make_cache(model, max_kv_size=MODES[mode].get("max_kv_size"))
     plain_cache = caches()
     want = plain_ids(model, PROMPT, 40, prompt_cache=plain_cache, prefill_step_size=8, **options)
-    for name in ("rounded", "stranger", "itself", "lookup", "none"):
+    for name in ("rounded", "stranger", "itself", "lookup", "dspark", "none"):
         ours = caches()
         got = ids_of(spec(model, source_of(name, family), PROMPT, 40, prompt_cache=ours, prefill_step_size=8, **options))
         difference = loop.compare_ids(model, PROMPT, want, got, prefill_step_size=8, **MODES[mode])
@@ -242,11 +245,12 @@ def test_broken_out_of_a_text_stream():
     assert cache_offset(prompt_cache) == len(PROMPT) + 4
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_one_read_a_cycle(family, monkeypatch):
+@pytest.mark.parametrize("name", ("rounded", "lookup", "dspark"))
+def test_one_read_a_cycle(family, name, monkeypatch):
     model, reads = tiny(family)[0], []
-    source = source_of("rounded", family)
+    source = source_of(name, family)
     spec(model, source, PROMPT[:1], 4)
-    for name in ("item", "tolist", "__int__", "__float__", "__bool__"):
+    for name in ("item", "tolist", "__int__", "__float__", "__bool__", "__array__"):
         original = getattr(mx.array, name)
         monkeypatch.setattr(mx.array, name, lambda self, *a, _f=original: (reads.append(1), _f(self, *a))[1])
     evaluate = mx.eval
@@ -289,7 +293,7 @@ def golden_target(name): return load_model(GOLDENS / "targets" / name)[0]
 def test_trained_drafters(name):
     target = "qwen3_tiny" if name.startswith("q3") else "gemma4_tiny"
     model = golden_target(target)
-    source = as_source(loop.load_draft(GOLDENS / "drafters" / name, model), target=model)
+    source = as_source(load_drafter(GOLDENS / "drafters" / name, model), target=model)
     for a in json.loads((GOLDENS / "traces" / f"target_greedy_{target}.json").read_text())[:3]:
         steps = spec(model, source, mx.array(a["prompt_ids"]), a["max_new_tokens"])
         assert ids_of(steps) == a["greedy_new_tokens"]

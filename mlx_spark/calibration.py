@@ -10,7 +10,7 @@ __all__ = ['CLAMP', 'GRID', 'survival', 'sigmoid', 'Bins', 'reliability', 'auc',
            'write_calibration', 'as_table', 'check_golden', 'check_metrics', 'check_temps', 'fit_logistic',
            'fit_affine']
 
-# %% ../nbs/09_calibration.ipynb #86883cd9
+# %% ../nbs/09_calibration.ipynb #7cfec5b9
 import argparse
 import json
 import sys
@@ -28,7 +28,7 @@ from .generate import speculative_step
 from .sources import DraftSource, as_source
 from .verify import Sampling
 
-# %% ../nbs/09_calibration.ipynb #fd39f84c
+# %% ../nbs/09_calibration.ipynb #fc444d46
 def survival(
     logits: np.ndarray,                # (N, gamma) confidence logits
     temps: np.ndarray | None = None,   # (gamma,) > 0; None: as they are
@@ -45,7 +45,7 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
     e = np.exp(-np.abs(z))
     return np.where(z >= 0, 1, e) / (1 + e)
 
-# %% ../nbs/09_calibration.ipynb #e6db99f4
+# %% ../nbs/09_calibration.ipynb #50bff255
 CLAMP = 1e-8 # predictions are kept this far from 0 and 1
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Bins:
         if not self.count.sum(): return float("nan")
         return float(np.nansum(np.abs(self.pred - self.target) * self.count) / self.count.sum())
 
-# %% ../nbs/09_calibration.ipynb #baccb7b2
+# %% ../nbs/09_calibration.ipynb #1fe32018
 def reliability(
     p: np.ndarray,    # (N,) predictions
     y: np.ndarray,    # (N,) outcomes, 0 or 1
@@ -75,7 +75,7 @@ def reliability(
     count, total = np.bincount(at, minlength=n_bins), lambda w: np.bincount(at, weights=w, minlength=n_bins)
     with np.errstate(invalid="ignore"): return Bins(total(p) / count, total(y) / count, count)
 
-# %% ../nbs/09_calibration.ipynb #50db36bb
+# %% ../nbs/09_calibration.ipynb #31efb028
 def auc(p: np.ndarray, y: np.ndarray, n_bins: int = 1000) -> float:
     "Chance that a hit is predicted above a miss; ties within a bin count 1/2; NaN if only one of the two occurs."
     p = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP)
@@ -91,7 +91,7 @@ def brier(p: np.ndarray, y: np.ndarray) -> float:
     p = np.clip(np.asarray(p, np.float64), CLAMP, 1 - CLAMP)
     return float(np.mean((p - np.asarray(y, np.float64)) ** 2)) if len(p) else float("nan")
 
-# %% ../nbs/09_calibration.ipynb #e735bba4
+# %% ../nbs/09_calibration.ipynb #44d28c51
 @dataclass(frozen=True)
 class Position:
     "How well survival of drafts 1..k is predicted."
@@ -103,7 +103,7 @@ class Position:
     target_mean: float # share of prefixes accepted
     bins: Bins
 
-# %% ../nbs/09_calibration.ipynb #5a54d636
+# %% ../nbs/09_calibration.ipynb #6599395e
 def measure_positions(
     pred: np.ndarray,    # (N, gamma) predicted survival
     accept: np.ndarray,  # (N, gamma) prefix accepted
@@ -122,7 +122,7 @@ def measure_positions(
         out.append(Position(len(p), bins.ece, auc(p, y, n_auc_bins), brier(p, y), mean(p), mean(y), bins))
     return out
 
-# %% ../nbs/09_calibration.ipynb #6299756c
+# %% ../nbs/09_calibration.ipynb #d20d3a71
 def check_blocks(values, accept, lengths) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (N, gamma), (N, gamma), (N,)
     "The three as float64, bool and int arrays, if they belong together."
     values, accept, lengths = np.asarray(values, np.float64), np.asarray(accept).astype(bool), np.asarray(lengths)
@@ -140,7 +140,7 @@ def summarize(positions: list[Position]) -> dict[str, float]:
         out[key] = sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else float("nan")
     return out
 
-# %% ../nbs/09_calibration.ipynb #86749f82
+# %% ../nbs/09_calibration.ipynb #32c14889
 GRID = 10 ** np.linspace(-1, 1, 81)
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def pick_temp(errors: np.ndarray, grid: np.ndarray) -> int:
     "Index of the least error; ties go to the least |ln T|, then to the least T."
     return min(range(len(grid)), key=lambda i: (errors[i], abs(np.log(grid[i])), grid[i]))
 
-# %% ../nbs/09_calibration.ipynb #e1bfa15c
+# %% ../nbs/09_calibration.ipynb #80b913db
 def fit_temps(
     logits: np.ndarray,       # (N, gamma) uncalibrated confidence logits
     accept: np.ndarray,       # (N, gamma) prefix accepted
@@ -182,7 +182,7 @@ def fit_temps(
     edge = [k for k, T in enumerate(temps) if T in (np.min(grid), np.max(grid)) and len(grid) > 1]
     return Fit(temps, np.array(before), np.array(after), edge)
 
-# %% ../nbs/09_calibration.ipynb #d1934f01
+# %% ../nbs/09_calibration.ipynb #1bb9a42d
 @dataclass(frozen=True)
 class Blocks:
     "Verified blocks: confidence logits and prefix acceptance (N, gamma), known lengths and prompt numbers (N,)."
@@ -208,7 +208,7 @@ class Watched(DraftSource):
         if self.last is not None: mx.async_eval(self.last)
         return draft
 
-# %% ../nbs/09_calibration.ipynb #f24a3b91
+# %% ../nbs/09_calibration.ipynb #1bb95e3f
 def to_logits(confidence: np.ndarray, temps: np.ndarray | None) -> np.ndarray:
     "The logits behind confidences (n,), with the temperatures in use taken out again."
     c = np.clip(np.asarray(confidence, np.float64), CLAMP, 1 - CLAMP)
@@ -224,7 +224,7 @@ def known_drafts(cycle) -> int:
     "Drafts of a finished cycle whose verdict is known: up to a stop token among the accepted ones, else all."
     return cycle.n_accepted if cycle.n_accepted == len(cycle.tokens) else cycle.verify_length
 
-# %% ../nbs/09_calibration.ipynb #30673fad
+# %% ../nbs/09_calibration.ipynb #903dacc8
 def collect(
     model,
     draft_model,                 # drafter or source that has confidences
@@ -260,7 +260,7 @@ def one_block(cycle, source: Watched, gamma: int, temps, prompt: int) -> tuple:
     logits[:cycle.verify_length] = to_logits(np.array(source.last[0]), temps)[:cycle.verify_length]
     return logits, np.arange(gamma) < cycle.n_accepted, n, prompt
 
-# %% ../nbs/09_calibration.ipynb #449c3b29
+# %% ../nbs/09_calibration.ipynb #6ec4a724
 def stamp(
     folder: str | Path,  # drafter as `save_drafter` writes it
     calibration: dict,   # "temps" (gamma,), "temp" they were fitted at, and whatever should be known of their origin
@@ -284,7 +284,7 @@ def check_serving_temp(drafter, sampling: Sampling) -> None:
         warnings.warn(f"the drafter's confidences are calibrated for temperature {fitted:g}, this request uses "
                       f"{used:g}: verify lengths may be chosen badly (the text is unaffected)", stacklevel=2)
 
-# %% ../nbs/09_calibration.ipynb #6affdaee
+# %% ../nbs/09_calibration.ipynb #0e1a2f99
 def target_thresholds(
     conf: np.ndarray,      # (N, gamma) confidences, calibrated or not
     accept: np.ndarray,    # (N, gamma) prefix accepted
@@ -306,7 +306,7 @@ def target_thresholds(
         on = rows & accept[:, k] & (conf[:, k] >= out[k])
     return out
 
-# %% ../nbs/09_calibration.ipynb #48d31e6a
+# %% ../nbs/09_calibration.ipynb #08d61247
 def chance_ece(
     pred: np.ndarray,    # (N, gamma) predicted survival
     lengths: np.ndarray, # (N,) verified drafts
@@ -320,7 +320,7 @@ def chance_ece(
         if len(p): out[k] = np.mean([reliability(p, rng.random(len(p)) < p).ece for _ in range(draws)])
     return out
 
-# %% ../nbs/09_calibration.ipynb #761e7172
+# %% ../nbs/09_calibration.ipynb #1c02515a
 def split_report(blocks: Blocks, *, grid: np.ndarray = GRID) -> dict:
     "Fit on the blocks of even prompts; errors of every position on those of odd ones, without and with temperatures."
     fitted, held = blocks.of(blocks.prompt % 2 == 0), blocks.of(blocks.prompt % 2 == 1)
@@ -343,7 +343,7 @@ def mean_of(values: list) -> float:
     there = [v for v in values if v is not None]
     return sum(there) / len(there) if there else float("nan")
 
-# %% ../nbs/09_calibration.ipynb #be56a7f7
+# %% ../nbs/09_calibration.ipynb #ca7a6013
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags of `mlx_spark calibrate`."
     p = parser.add_argument
@@ -364,7 +364,7 @@ def read_texts(path: str | None) -> list[str]:
     from mlx_spark.expert_trace import PROMPTS
     return [turns[0] for turns in read_prompts(path)] if path else [t for row in zip(*PROMPTS.values()) for t in row]
 
-# %% ../nbs/09_calibration.ipynb #37528c8e
+# %% ../nbs/09_calibration.ipynb #4284a927
 def run(args: argparse.Namespace) -> int:
     "`mlx_spark calibrate`."
     from mlx_spark.bench import chat_ids
@@ -388,7 +388,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json: emit_json(report)
     return 0
 
-# %% ../nbs/09_calibration.ipynb #338a6fdf
+# %% ../nbs/09_calibration.ipynb #3a100ba4
 def write_calibration(name: str, out: str | None, report: dict) -> str | None: # folder written
     "Stamp `out` (made as a copy of the drafter) or, if that is None, the drafter's own folder if it was given as one."
     folder = Path(name).expanduser()
@@ -404,7 +404,7 @@ def write_calibration(name: str, out: str | None, report: dict) -> str | None: #
     stamp(folder, report)
     return str(folder)
 
-# %% ../nbs/09_calibration.ipynb #96ba8191
+# %% ../nbs/09_calibration.ipynb #ea05807c
 def as_table(report: dict) -> str:
     "The report for people."
     show = lambda v: "     -" if v is None else f"{100 * v:5.1f}%"
@@ -422,7 +422,7 @@ def as_table(report: dict) -> str:
     lines.append(f"stamped: {report['written']}" if report["written"] else "not stamped: give --out FOLDER for a copy")
     return "\n".join(lines)
 
-# %% ../nbs/09_calibration.ipynb #d222acc0
+# %% ../nbs/09_calibration.ipynb #a5415d63
 def check_golden(folder: Path) -> list:
     "Cases of `goldens/deepspec/calibration` for the oracle."
     from mlx_spark.oracle import Tally, as_cases
@@ -433,7 +433,7 @@ def check_golden(folder: Path) -> list:
         cases += as_cases("calibration", path.stem, lambda: check(path, tally) or tally.case())
     return cases
 
-# %% ../nbs/09_calibration.ipynb #62fcb7bb
+# %% ../nbs/09_calibration.ipynb #b4eb3f27
 def check_metrics(path: Path, tally) -> None:
     "One file of metrics: every position, every bin, the summary."
     want = json.loads(path.read_text(encoding="utf-8"))
@@ -455,7 +455,7 @@ def check_metrics(path: Path, tally) -> None:
             tally.close("bin", got, [b["avg_pred"], b["avg_target"], b["weight"]], 1e-9, at=f"position {k}")
     for name, value in want["summary"].items(): tally.close(name, summarize(found)[name], nan(value), 1e-9)
 
-# %% ../nbs/09_calibration.ipynb #61c50b86
+# %% ../nbs/09_calibration.ipynb #a5ddf7f2
 def _edge_case(want: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Predictions given directly, for the first position of blocks of one draft."
     N, gamma = len(want["probs"]), want["block_size"]
@@ -481,7 +481,7 @@ def check_temps(path: Path, tally) -> None:
             tally.close("least error", curve[pick_temp(curve, grid)], min(fit["ece_curves"][k]), 1e-9, at=at)
         if np.allclose(ours.temps, theirs): tally.close("error after", ours.ece_after, fit["ece_after"], 1e-9, at=name)
 
-# %% ../nbs/09_calibration.ipynb #7ab9fecb
+# %% ../nbs/09_calibration.ipynb #1edcbe1b
 def fit_logistic(z: np.ndarray, y: np.ndarray, *, prior: float = 1.0) -> tuple[float, float]: # scale, offset
     "Most likely scale and offset of logits (N,) for outcomes (N,), pulled a little towards (1, 0)."
     X, w = np.c_[z, np.ones(len(z))], np.array([1.0, 0.0])

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlx_spark import calibration
 from mlx_spark.calibration import (
-    GRID, Watched, auc, check_golden, collect, fit_temps, measure_positions, reliability, sigmoid, stamp, survival)
+    GRID, Watched, auc, check_golden, collect, fit_temps, measure_positions, pick_temp, reliability, sigmoid, stamp, survival)
 from mlx_spark.dspark import load_drafter, save_drafter
 from mlx_spark.sources import PromptLookup
 from mlx_spark.verify import Sampling
@@ -100,6 +100,28 @@ def test_blocks_of_the_reference(pair, rows):
             np.testing.assert_allclose(blocks.logits[i, :length], r["confidence_logits"][:length], atol=1e-3)
             assert blocks.accept[i].sum() == min(r["accepted_draft_tokens"], length)
             done += 1 + blocks.accept[i].sum()
+
+
+def test_a_stop_hides_the_rest_of_its_block(pair, rows):
+    row = rows[0]
+    r = next(r for r in row["rounds"] if r["accepted_draft_tokens"] >= 3)
+    blocks = collect(*pair, [row["prompt_ids"]], max_tokens=64, stop=frozenset([r["draft_tokens"][1]]))
+    assert blocks.lengths[-1] == blocks.accept[-1].sum() < 7
+
+
+def test_temperatures_in_use_are_taken_out(pair, rows):
+    target, drafter = pair
+    plain = collect(target, drafter, [rows[0]["prompt_ids"]], max_tokens=16)
+    try:
+        drafter.config.calibration = {"temps": [.5, 2, 3, 1, 1, 1, 1]}
+        again = collect(target, drafter, [rows[0]["prompt_ids"]], max_tokens=16)
+    finally: drafter.config.calibration = None
+    np.testing.assert_allclose(again.logits, plain.logits, atol=1e-3)
+
+
+def test_ties():
+    assert pick_temp(np.array([.3, .1, .1, .1]), np.array([1, 4, .5, 2])) == 2
+    assert pick_temp(np.zeros(3), np.array([.1, 1.1, 10])) == 1
 
 
 def test_sampling_and_seeds(pair, rows):

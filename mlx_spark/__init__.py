@@ -89,7 +89,6 @@ _NAMES = {
     "Sampling": "verify", "Draft": "sources", "DraftSource": "sources", "ModelSource": "sources",
     "PromptLookup": "sources", "NoSource": "sources",
     "generate": "generate", "stream_generate": "generate", "GenerationResponse": "generate",
-    "batch_generate": "serve_loop",
 }
 
 def __getattr__(name: str) -> Any:

@@ -357,7 +357,7 @@ class Recall(Policy):
         self.is_resident = np.zeros(shape, bool)
 
     def touch(self, layer, experts):
-        if layer in self.row: self.note(self.row[layer], np.fromiter(dict.fromkeys(experts), np.int64))
+        if layer in self.row and len(experts): self.note(self.row[layer], np.fromiter(dict.fromkeys(experts), np.int64))
         return super().touch(layer, experts)
     def use(self, key):
         self.resident[key] = None
@@ -366,6 +366,7 @@ class Recall(Policy):
 # %% ../nbs/23_residency.ipynb #ee68497b
 def note(self, l: int, experts: np.ndarray):
     "Learn from a router call of the `l`-th layer."
+    if experts.max() >= self.freq.shape[1]: raise ValueError(f"expert {experts.max()}, wanted 0..{self.freq.shape[1] - 1}")
     if l <= self.l: self.next_token()
     self.l = l
     self.freq[l] *= self.decay

@@ -23,7 +23,7 @@ from math import inf, log2
 import numpy as np
 
 from .core import emit_json
-from .expert_trace import DECODE, Trace, call_starts, read_trace
+from .expert_trace import DECODE, Trace, call_starts, check_same_model, read_trace
 
 # %% ../nbs/23_residency.ipynb #5a80600a
 class Policy:
@@ -592,10 +592,12 @@ def run(args) -> int:
     trace = read_trace(args.trace)
     calls = router_calls(trace)
     names = [name.strip() for name in args.policies.split(",") if name.strip()]
+    if not names: raise ValueError("--policies names no policy")
     budgets = [parse_budget(text, calls.pool_bytes) for text in args.budgets.split(",")]
     profile = None
     if args.profile:
         other = read_trace(args.profile)
+        check_same_model(trace.meta, other.meta)
         profile = dict(Counter(zip(other.layer.tolist(), other.expert.tolist())))
     out = sys.stderr if args.json else sys.stdout
     cycle = token_cycle_bytes(calls.expert_bytes, calls.top_k)

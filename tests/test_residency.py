@@ -185,9 +185,13 @@ def test_command_pins_another_trace(trace_files, capsys):
 
 @pytest.mark.parametrize("options, found", [
     (("--policies", "lru,mru"), "no policy 'mru'"), (("--budgets", "500"), "'500'"), (("--want-hit", "101"), "0..100"),
-    (("--profile", "/nowhere"), "no trace at /nowhere")])
+    (("--profile", "/nowhere"), "no trace at /nowhere"), (("--policies", " ,"), "names no policy")])
 def test_command_refuses(trace_files, options, found):
     with pytest.raises((ValueError, FileNotFoundError), match=found): cli(trace_files[0], "--budgets", "50MiB", *options)
+
+def test_profile_of_another_model_is_refused(trace_files, tmp_path):
+    (tmp_path / "other.csv").write_text("phase,step,layer,expert\n0,0,0,3\n1,1,0,4\n")
+    with pytest.raises(ValueError): cli(trace_files[0], "--policies", "pinned", "--budgets", "60MiB", "--profile", tmp_path / "other.csv")
 
 def test_no_sizes_no_budget(tmp_path):
     (tmp_path / "bare.csv").write_text("phase,step,layer,expert\n1,0,0,3\n1,1,0,4\n")

@@ -1,5 +1,5 @@
 # make demo: set up .venv and decode with SmolLM2, plain and speculative, side by side
-# make test: the notebooks and tests/        make test-all: their slow cells and those that need weights
+# make test: the notebooks and tests/        make test-all: what it leaves out, slow cells and those that need weights
 # On a CUDA machine: make demo EXTRAS=cuda,plot        Another Python: make demo PYTHON=/path/to/python
 
 VENV := .venv
@@ -34,7 +34,7 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(TEST) nbdev_test --n_workers $(WORKERS) --timing --flags "slow weights $(FLAGS)"
-	$(TEST) pytest -q tests
+	$(TEST) pytest -q -m "slow or weights" tests
 
 dev: $(VENV)/.dev
 

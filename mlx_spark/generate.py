@@ -9,8 +9,8 @@ __all__ = ['NO_KV', 'GenerationResponse', 'Cycle', 'Step', 'read_sampler', 'Deco
            'run_cycle', 'count_cycle', 'close_cycle', 'settle', 'finish', 'SourceState', 'remember_source',
            'resume_source', 'save_prompt_cache', 'load_prompt_cache', 'cycles', 'speculative_step', 'probe_cache',
            'check_kv_bits', 'cache_bytes', 'memory_limit', 'machine_memory', 'weight_bytes', 'check_memory',
-           'check_request', 'plain_step', 'encode', 'check_options', 'stream_generate', 'responses', 'generate',
-           'Difference', 'compare_ids', 'rows_both_ways']
+           'check_request', 'plain_step', 'vocabulary', 'encode', 'check_options', 'stream_generate', 'responses',
+           'generate', 'Difference', 'compare_ids', 'rows_both_ways']
 
 # %% ../nbs/13_generate.ipynb #4d8bf4df
 import json
@@ -36,7 +36,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cache import Rewinder, cache_offset, make_cache
-from .sources import Draft, DraftSource, NoSource, PromptLookup, as_source
+from .sources import Draft, DraftSource, NoSource, as_source
 from .taps import Taps
 from .targets import parts
 from .verify import Sampling, Verdict, cut_at_stop, target_probs, verify_exact, verify_greedy, verify_sampled
@@ -451,9 +451,11 @@ def check_kv_bits(cache: list, kv_bits: int, kv_group_size: int) -> None:
     kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
     for c in cache:
         if isinstance(c, lm_cache.QuantizedKVCache) and (c.bits, c.group_size) != (kv_bits, kv_group_size):
-            raise ValueError(f"kv_bits={kv_bits}, kv_group_size={kv_group_size}: this prompt_cache is kept in {c.bits} bits, groups of {c.group_size}")
+            raise ValueError(f"kv_bits={kv_bits}, kv_group_size={kv_group_size}: this prompt_cache is kept in {c.bits} bits, "
+                             f"groups of {c.group_size}")
     quantizable = [c for c in cache if hasattr(c, "to_quantized")]
-    if not quantizable and not any(isinstance(c, lm_cache.QuantizedKVCache) for c in cache): raise ValueError(f"kv_bits={kv_bits}: mlx-lm cannot quantize {kinds}")
+    if not quantizable and not any(isinstance(c, lm_cache.QuantizedKVCache) for c in cache):
+        raise ValueError(f"kv_bits={kv_bits}: mlx-lm cannot quantize {kinds}")
     for c in quantizable:
         try: c.to_quantized(group_size=kv_group_size, bits=kv_bits)
         except NotImplementedError:
@@ -538,7 +540,12 @@ def plain_step(
     first, later = Cycle(), Cycle(tau=1.0)
     for n, (token, logprobs) in enumerate(tokens): yield Step(token, logprobs, False, later if n else first)
 
-def encode(tokenizer: TokenizerWrapper, prompt, n_vocab: int) -> mx.array:
+def vocabulary(model: nn.Module) -> int | float:
+    "Rows of the embedding; no limit for a model whose parts nobody knows: it can still decode plainly."
+    try: return parts(model).embed_tokens.weight.shape[0]
+    except ValueError: return float("inf")
+
+def encode(tokenizer: TokenizerWrapper, prompt, n_vocab: int | float) -> mx.array:
     "Token ids (T,) of a prompt: text, ids or an array of ids, T >= 1, each below `n_vocab`."
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
@@ -555,7 +562,7 @@ def check_options(source: DraftSource, max_tokens: int, n_draft: int | None, thr
         raise ValueError(f"max_tokens must be non-zero (-1 = no limit), got {max_tokens}")
     if n_draft is not None and n_draft < 1: raise ValueError(f"num_draft_tokens must be >= 1, got {n_draft}")
     if not 0 <= threshold <= 1: raise ValueError(f"confidence_threshold must be in 0..1, got {threshold}")
-    if options.get("prefill_step_size", 1) < 1: raise ValueError(f"prefill_step_size must be >= 1, got {options['prefill_step_size']}")
+    if (step := options.get("prefill_step_size", 1)) < 1: raise ValueError(f"prefill_step_size must be >= 1, got {step}")
     if not isinstance(source, NoSource) and options.pop("input_embeddings", None) is not None:
         raise ValueError("speculative decoding takes no input_embeddings")
 
@@ -579,7 +586,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper): tokenizer = TokenizerWrapper(tokenizer)
     source = as_source(draft_model, target=model)
     check_options(source, max_tokens, num_draft_tokens, confidence_threshold, options)
-    prompt, cache = encode(tokenizer, prompt, parts(model).embed_tokens.weight.shape[0]), options.get("prompt_cache")
+    prompt, cache = encode(tokenizer, prompt, vocabulary(model)), options.get("prompt_cache")
     check_request(model, source, cache, prompt.size, max_tokens, limit_gb=memory_limit_gb, **options)
     options |= dict(max_tokens=max_tokens, sampler=sampler, seed=seed)
     if isinstance(source, NoSource): steps = plain_step(prompt, model, stream, **options)

@@ -179,10 +179,14 @@ def test_debug_shows_the_traceback():
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
+def heeds_interrupts():
+    "A process that a shell started in the background ignores SIGINT, and so would its children."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 def endless(tiny):
     "A process that has begun to answer and would go on."
     argv = ["generate", "--model", tiny, "--max-tokens", "1000000"]
-    process = subprocess.Popen([*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process = subprocess.Popen([*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, preexec_fn=heeds_interrupts)
     assert process.stdout.read(1)
     return process
 

@@ -6,9 +6,9 @@
 __all__ = ['SEQ_HEADS', 'TAPS_HELP', 'TrainConfig', 'learning_rate', 'Batches', 'default_taps', 'new_drafter', 'token_counts',
            'common_tokens', 'default_mask_token', 'warm_start', 'Forward', 'Gradients', 'Trainer', 'finite_report',
            'block_agreement', 'evaluate', 'save_checkpoint', 'latest_checkpoint', 'restore_checkpoint', 'data_digest',
-           'split_held_out', 'begin', 'train', 'read_log', 'expected_memory', 'n_parameters', 'memory_limit',
-           'trial_step', 'preflight', 'add_arguments', 'say', 'read_data', 'tap_ids', 'make_config', 'make_drafter',
-           'run']
+           'split_held_out', 'begin', 'train', 'report_line', 'read_log', 'expected_memory', 'size_text',
+           'n_parameters', 'memory_limit', 'trial_step', 'preflight', 'add_arguments', 'say', 'read_data', 'tap_ids',
+           'make_config', 'make_drafter', 'run']
 
 # %% ../nbs/08_train.ipynb #8801afd4
 import argparse, dataclasses, hashlib, json, math, os, shutil, sys, time
@@ -406,6 +406,7 @@ def train(
             if log or test or save: report, waiting = trainer.read(waiting, batches), None # finite before it is kept
             if test and held_out: report |= evaluate(trainer, held_out)
             if main and (log or test): _write_report(out, report, trainer, time.perf_counter() - began, first)
+            if main and test and progress: tqdm.write(report_line(report), file=sys.stderr)
             if main and save: save_checkpoint(trainer, out, about)
             bar.update(); bar.set_postfix(loss=f"{report.get('loss', math.nan):.3f}")
             if late: break
@@ -423,6 +424,12 @@ def _write_report(out: Path, report: dict, trainer: Trainer, elapsed: float, fir
     done = trainer.step - first
     report |= {"tokens_s": round(trainer.fed / elapsed), "eta_s": round(elapsed / done * left)}
     with open(out / "log.jsonl", "a") as f: f.write(json.dumps(report) + "\n")
+
+def report_line(r: dict) -> str:
+    "A report for the eye."
+    tau = f"; tau {r['tau']:.2f}, accept {' '.join(f'{a:.2f}' for a in r['accept'])}" if "tau" in r else ""
+    terms = " ".join(f"{k} {r[k]:.3f}" for k in ("loss", "ce", "l1", "conf"))
+    return f"step {r['step']}: {terms}{tau}; {r['tokens_s']} tokens/s, {r['eta_s']} s to go"
 
 def read_log(path) -> list[dict]:
     "Reports of a run."
@@ -443,6 +450,8 @@ def expected_memory(trainer: Forward, rows: int, length: int) -> dict[str, int]:
             "drafter layers": size * slots * widths * c.num_hidden_layers,
             "target pass": 4 * rows * length * (2 * own_scores + 4 * d.hidden_size + 3 * d.intermediate_size),
             "features": 6 * rows * length * (len(c.target_layer_ids) + 1) * d.hidden_size}
+
+def size_text(n: float) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 def n_parameters(trainer: Forward) -> int:
     return sum(p.size for _, p in tree_flatten(trainer.drafter.trainable_parameters()))
@@ -475,7 +484,7 @@ def trial_step(trainer: Trainer, batches: Batches) -> tuple[float, int]: # secon
 # %% ../nbs/08_train.ipynb #285d224f
 def preflight(trainer: Trainer, batches: Batches, out, *, memory: int | None = None, disk: int | None = None) -> dict:
     "What a run will take; raises MemoryError or OSError, naming what was found and wanted, when it cannot fit."
-    t, gb = trainer.config, lambda x: f"{x / 1e9:.2f} GB"
+    t, gb = trainer.config, size_text
     rows = t.batch // (t.accumulate * trainer.group.size())
     uses = expected_memory(trainer, rows, max(map(batches.length, range(min(batches.per_epoch, 200)))))
     want, limit, largest = sum(uses.values()), memory_limit() if memory is None else memory, max(uses, key=uses.get)
@@ -586,7 +595,7 @@ def make_drafter(args, model, tokenizer, dialogues: list) -> DSparkDrafter:
 
 def _show(found: dict) -> str:
     "The pre-flight report as three lines."
-    gb = lambda key: f"{found[key] / 1e9:.2f} GB"
+    gb = lambda key: size_text(found[key])
     return (f"drafter of {found['parameters'] / 1e6:.2f} M parameters, {found['rows']} rows, "
             f"{found['epochs']:.1f} epochs\n"
             f"memory: {gb('peak_bytes')} in a trial step ({gb('expected_bytes')} reckoned); disk: {gb('disk_bytes')}\n"

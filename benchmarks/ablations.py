@@ -5,7 +5,7 @@ are drawn from a Markov chain over a lexicon in which many words begin alike (se
 head is for); the key has to be copied from the text (what the context is for). A tiny target learns it, then writes, at temperature 1,
 the dialogues that all drafters train on, for the same number of steps; acceptance is measured on dialogues held out.
 
-  python benchmarks/ablations.py            # about 10 minutes on one CPU core
+  python benchmarks/ablations.py            # about 25 minutes on one CPU core
 Each training is kept in --work, so a run that was stopped goes on where it was.
 """
 import argparse
@@ -119,7 +119,7 @@ def main():
     p.add_argument("--work", type=Path, default=Path("/tmp/mlx_spark_ablations"))
     p.add_argument("--out", default=str(Path(__file__).parent / "results" / "ablations.json"))
     p.add_argument("--target-steps", type=int, default=1200)
-    p.add_argument("--steps", type=int, default=400, help="of every drafter")
+    p.add_argument("--steps", type=int, default=1000, help="of every drafter")
     p.add_argument("--dialogues", type=int, default=1200)
     a = p.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)

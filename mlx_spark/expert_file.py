@@ -6,7 +6,7 @@
 __all__ = ['PAGE', 'ALIGN', 'LAYOUTS', 'BIN', 'JSON', 'PART', 'JOURNAL', 'FORMAT', 'VERSION', 'LOOSE_KEYS', 'TensorInfo', 'place',
            'Manifest', 'read_manifest', 'config_hash', 'weights_fingerprint', 'model_folder', 'expert_parameters',
            'plan_experts', 'write_experts', 'ExpertFile', 'open_experts', 'check_model', 'pack_experts',
-           'verify_experts']
+           'verify_experts', 'add_arguments', 'run']
 
 # %% ../nbs/21_expert_file.ipynb #63aed051
 import argparse
@@ -298,7 +298,8 @@ def _clean(out: Path, m: Manifest) -> Manifest:
     fd = os.open(out, os.O_RDONLY)
     try: os.fsync(fd)
     finally: os.close(fd)
-    for name in (PART, JOURNAL): (out / name).unlink(missing_ok=True)
+    leftovers = [f for name in (JOURNAL, JSON) for f in out.glob(f".{name}.*.part")]        # of a killed `write_atomic`
+    for file in (out / PART, out / JOURNAL, *leftovers): file.unlink(missing_ok=True)
     return m
 
 # %% ../nbs/21_expert_file.ipynb #81234ddd
@@ -416,3 +417,24 @@ def verify_experts(out, model_folder, *, progress: bool = True) -> int: # tensor
             del slices, want
             mx.clear_cache()
     return len(m.tensors)
+
+# %% ../nbs/21_expert_file.ipynb #8f5978fc
+def add_arguments(parser: argparse.ArgumentParser):
+    "Arguments of `mlx_spark pack-experts`."
+    parser.add_argument("model", help="mlx-lm folder, or name of a downloaded hub model")
+    parser.add_argument("--out", required=True, help="folder for experts.bin and experts.json")
+    parser.add_argument("--layout", choices=LAYOUTS, default="tensor", help="tensor: runs everywhere; expert: one read a miss, CPU only")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="cast floating-point tensors; default: as in the checkpoint")
+    parser.add_argument("--verify", action="store_true", help="compare every tensor with the source, bit for bit")
+    parser.add_argument("--json", action="store_true")
+
+def run(args) -> int:
+    "Pack a model's experts."
+    m = pack_experts(args.model, args.out, layout=args.layout, dtype=args.dtype and getattr(mx, args.dtype))
+    said = dict(out=str(args.out), model=m.model, layout=m.layout, dtype=m.dtype, moe_layers=len(m.layers), tensors=len(m.tensors),
+                file_bytes=m.size, expert_pool_bytes=sum(t.bytes for t in m.tensors.values()), resident=len(m.resident))
+    if args.verify: said["tensors_compared"] = verify_experts(args.out, args.model)
+    print(f"{m.model}: {said['expert_pool_bytes'] / 1e9:.2f} GB of experts in {len(m.layers)} MoE layers, {m.layout}-major, in {args.out}"
+          + (f"; {said['tensors_compared']} tensors equal the source" if args.verify else ""), file=sys.stderr if args.json else sys.stdout)
+    if args.json: emit_json(said)
+    return 0

@@ -45,6 +45,7 @@ COMMANDS = (
     Command("demo", "cli", "three prompts, plain and speculative: same text? how much faster?",
             "add_demo_arguments", "run_demo"),
     Command("generate", "cli", "answer a prompt, with or without a drafter", "add_generate_arguments", "run_generate"),
+    Command("serve", "server", "an OpenAI-compatible server"),
     Command("regen", "data", "let a target write the text that its drafter learns from"),
     Command("train", "train", "train a DSpark drafter for a target"),
     Command("calibrate", "calibration", "make a drafter's confidences probabilities"),
@@ -54,6 +55,8 @@ COMMANDS = (
     Command("analyze-trace", "expert_trace", "coverage, stability and overlap of recorded experts",
             "add_analyze_arguments", "run_analyze"),
     Command("replay", "residency", "replay recorded experts under residency policies and memory budgets"),
+    Command("pack-experts", "expert_file", "write a model's experts to a page-aligned file that can be mapped"),
+    Command("fit", "fit", "does a model fit this memory, and how long a context? with and without its experts on disk"),
 )
 
 # %% ../nbs/33_cli.ipynb #24929fa8

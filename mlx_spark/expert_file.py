@@ -6,7 +6,7 @@
 __all__ = ['PAGE', 'ALIGN', 'LAYOUTS', 'BIN', 'JSON', 'PART', 'JOURNAL', 'FORMAT', 'VERSION', 'LOOSE_KEYS', 'TensorInfo', 'place',
            'Manifest', 'read_manifest', 'config_hash', 'weights_fingerprint', 'model_folder', 'expert_parameters',
            'plan_experts', 'write_experts', 'ExpertFile', 'open_experts', 'check_model', 'pack_experts',
-           'verify_experts', 'add_arguments', 'run']
+           'verify_experts', 'amplification', 'add_arguments', 'run']
 
 # %% ../nbs/21_expert_file.ipynb #63aed051
 import argparse
@@ -417,6 +417,18 @@ def verify_experts(out, model_folder, *, progress: bool = True) -> int: # tensor
             del slices, want
             mx.clear_cache()
     return len(m.tensors)
+
+# %% ../nbs/21_expert_file.ipynb #1d41dfa4
+def amplification(
+    tensors, # of one layer: TensorInfo of each
+    page: int = PAGE,
+) -> float:  # >= 1, mean over the layer's experts
+    "Bytes of the pages that one expert's slices touch, over the bytes needed."
+    E, need, pages = tensors[0].shape[0], sum(t.slice_bytes for t in tensors), 0
+    for e in range(E):
+        starts = [(t.offset + e * t.stride, t.slice_bytes) for t in tensors]
+        pages += len({p for at, n in starts for p in range(at // page, (at + n - 1) // page + 1)})
+    return pages * page / need / E
 
 # %% ../nbs/21_expert_file.ipynb #8f5978fc
 def add_arguments(parser: argparse.ArgumentParser):

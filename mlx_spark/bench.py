@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .data import read_prompts
-from .generate import Difference, compare_ids, plain_step, speculative_step
+from .generate import Difference, compare_ids, find_turns, plain_step, plan, speculative_step
 from .sources import as_source
 from .verify import Sampling
 
@@ -53,12 +53,16 @@ def acceptance(cycles: list,  # (verify_length, n_accepted)
 # %% ../nbs/31_bench.ipynb #78200ca3
 def measure(model, tokenizer, draft_model, prompts: list, # lists of token ids
             *, max_tokens: int = 128, sampling: Sampling = Sampling(), num_draft_tokens: int | None = None, confidence_threshold: float = 0.0, seed: int = 0,
+            schedule: bool = False, # verify lengths and parking by the planner, as `stream_generate` does; False: always the same length
             plain: bool = True, warm_up: bool = True, progress: bool = False) -> dict:
     "Decodes every prompt plainly and with `draft_model`; totals, acceptance, ids and the raw samples."
     source = as_source(draft_model, target=model)
     stop, gamma = frozenset(tokenizer.eos_token_ids), num_draft_tokens or source.max_draft
-    def speculative(p, s, n=max_tokens): return timed(speculative_step(mx.array(p), model, source, max_tokens=n, sampler=sampling, num_draft_tokens=num_draft_tokens,
-                                                        confidence_threshold=confidence_threshold, stop_tokens=stop, seed=s), stop)
+    fixed = dict(sampler=sampling, num_draft_tokens=num_draft_tokens, confidence_threshold=confidence_threshold, stop_tokens=stop)
+    def speculative(p, s, n=max_tokens):
+        planner = plan(model, source, sampling, context=len(p), n_draft=num_draft_tokens, seed=s) if schedule else None
+        how = dict(planner=planner, turn_tokens=find_turns(tokenizer) if schedule else ())
+        return timed(speculative_step(mx.array(p), model, source, max_tokens=n, seed=s, **fixed, **how), stop)
     def ordinary(p, s, n=max_tokens): return timed(plain_step(mx.array(p), model, max_tokens=n, sampler=sampling, seed=s), stop)
     if warm_up: speculative(prompts[0], seed, 16); plain and ordinary(prompts[0], seed, 8)
     rows, cycles = [], []
@@ -101,7 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p("--prompts", required=True, help='{"turns": [...]} a line (the first turn is used), or one prompt a line')
     p("--n", type=int, help="prompts to use; all by default"); p("--max-tokens", type=int, default=128); p("--num-draft-tokens", type=int)
     p("--temp", type=float, default=0.0); p("--top-p", type=float, default=0.0); p("--top-k", type=int, default=0); p("--min-p", type=float, default=0.0)
-    p("--confidence-threshold", type=float, default=0.0); p("--seed", type=int, default=0); p("--no-plain", action="store_true", help="acceptance only: no plain decoding, no comparison")
+    p("--confidence-threshold", type=float, default=0.0); p("--seed", type=int, default=0); p("--schedule", action="store_true", help="choose verify lengths and park, as generate does; otherwise every round verifies the same number")
+    p("--no-plain", action="store_true", help="acceptance only: no plain decoding, no comparison")
     p("--out", help="results file to write, with machine, versions and raw samples"); p("--json", action="store_true")
 
 # %% ../nbs/31_bench.ipynb #5b1e7a92
@@ -123,9 +128,9 @@ def run(args) -> int:
     prompts = [chat_ids(tokenizer, turns[0]) for turns in read_prompts(args.prompts)[:args.n]]
     sampling = Sampling(temp=args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p)
     result = measure(model, tokenizer, drafter, prompts, max_tokens=args.max_tokens, sampling=sampling, num_draft_tokens=args.num_draft_tokens,
-                     confidence_threshold=args.confidence_threshold, seed=args.seed, plain=not args.no_plain, progress=not args.json)
+                     confidence_threshold=args.confidence_threshold, seed=args.seed, schedule=args.schedule, plain=not args.no_plain, progress=not args.json)
     rows = json_ready(result.pop("rows"))
-    result = {"model": args.model, "draft_model": args.draft_model, "prompts": Path(args.prompts).name, "n": len(prompts), "temp": args.temp, **json_ready(result)}
+    result = {"model": args.model, "draft_model": args.draft_model, "prompts": Path(args.prompts).name, "n": len(prompts), "temp": args.temp, "schedule": args.schedule, **json_ready(result)}
     if args.out: save_result(args.out, result, seeds=[args.seed], samples=rows)
     if args.json: emit_json(result)
     else: print("\n".join(f"{k:20} {v}" for k, v in result.items()))

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['CLAMP', 'GRID', 'survival', 'sigmoid', 'Bins', 'reliability', 'auc', 'brier', 'Position', 'measure_positions',
            'check_blocks', 'summarize', 'Fit', 'error_curve', 'pick_temp', 'fit_temps', 'Blocks', 'Watched',
-           'to_logits', 'temps_in_use', 'known_drafts', 'collect', 'one_block', 'stamp', 'check_serving_temp',
-           'target_thresholds', 'chance_ece', 'split_report', 'mean_of', 'add_arguments', 'read_texts', 'run',
-           'write_calibration', 'as_table', 'check_golden', 'check_metrics', 'check_temps', 'fit_logistic',
-           'fit_affine']
+           'to_logits', 'calibration_in_use', 'known_drafts', 'collect', 'one_block', 'fit_logistic', 'fit_affine',
+           'stamp', 'check_serving_temp', 'target_thresholds', 'chance_ece', 'split_report', 'mean_of', 'add_arguments',
+           'read_texts', 'run', 'write_calibration', 'as_table', 'check_golden', 'check_metrics', 'check_temps']
 
 # %% ../nbs/09_calibration.ipynb #7cfec5b9
 import argparse
@@ -209,16 +208,18 @@ class Watched(DraftSource):
         return draft
 
 # %% ../nbs/09_calibration.ipynb #1bb95e3f
-def to_logits(confidence: np.ndarray, temps: np.ndarray | None) -> np.ndarray:
-    "The logits behind confidences (n,), with the temperatures in use taken out again."
-    c = np.clip(np.asarray(confidence, np.float64), CLAMP, 1 - CLAMP)
-    z = np.log(c) - np.log1p(-c)
-    return z if temps is None else z * np.asarray(temps)[:len(z)]
+def to_logits(
+    confidence: np.ndarray,           # (..., n)
+    calibration: dict | None = None,  # "temps" and maybe "offsets" that were used
+) -> np.ndarray:
+    "The logits behind confidences, with a calibration in use taken out again."
+    c, how = np.clip(np.asarray(confidence, np.float64), CLAMP, 1 - CLAMP), calibration or {}
+    z, n = np.log(c) - np.log1p(-c), c.shape[-1]
+    return (z - np.array(how.get("offsets", [0.0] * n))[:n]) * np.array(how.get("temps", [1.0] * n))[:n]
 
-def temps_in_use(source: DraftSource) -> list[float] | None:
-    "Temperatures that the drafter behind a source applies already."
-    config = getattr(getattr(source, "drafter", None), "config", None)
-    return config.calibration["temps"] if config is not None and config.calibration else None
+def calibration_in_use(source: DraftSource) -> dict | None:
+    "What the drafter behind a source applies already."
+    return getattr(getattr(getattr(source, "drafter", None), "config", None), "calibration", None)
 
 def known_drafts(cycle) -> int:
     "Drafts of a finished cycle whose verdict is known: up to a stop token among the accepted ones, else all."
@@ -238,7 +239,7 @@ def collect(
 ) -> Blocks:
     "Decode the prompts with every draft verified, and keep what was predicted and what was accepted."
     source = Watched(as_source(draft_model, target=model))
-    temps, gamma, rows = temps_in_use(source.source), source.max_draft, []
+    how, gamma, rows = calibration_in_use(source.source), source.max_draft, []
     for i, ids in enumerate(prompts):
         steps = speculative_step(mx.array(ids, dtype=mx.uint32), model, source, sampler=sampling, seed=seed + i,
                                  max_tokens=max_tokens, stop_tokens=stop)
@@ -246,24 +247,42 @@ def collect(
         for step in steps:
             if step.cycle is seen or not step.cycle.verify_length: continue
             seen = step.cycle
-            rows.append(one_block(seen, source, gamma, temps, i))
+            rows.append(one_block(seen, source, gamma, how, i))
         if progress: progress(i, len(rows))
     if not rows: raise ValueError("no block was verified: no prompts, or answers of one token")
     return Blocks(*(np.array(column) for column in zip(*rows)))
 
-def one_block(cycle, source: Watched, gamma: int, temps, prompt: int) -> tuple:
+def one_block(cycle, source: Watched, gamma: int, how: dict | None, prompt: int) -> tuple:
     "(logits (gamma,), accept (gamma,), known length, prompt) of a cycle."
     if source.last is None:
         raise ValueError(f"source {source.name!r} gives no confidences, there is nothing to calibrate")
     n = known_drafts(cycle)
     logits = np.zeros(gamma)
-    logits[:cycle.verify_length] = to_logits(np.array(source.last[0]), temps)[:cycle.verify_length]
+    logits[:cycle.verify_length] = to_logits(np.array(source.last[0]), how)[:cycle.verify_length]
     return logits, np.arange(gamma) < cycle.n_accepted, n, prompt
+
+# %% ../nbs/09_calibration.ipynb #1edcbe1b
+def fit_logistic(z: np.ndarray, y: np.ndarray, *, prior: float = 1.0) -> tuple[float, float]: # scale, offset
+    "Most likely scale and offset of logits (N,) for outcomes (N,), pulled a little towards (1, 0)."
+    X, w = np.c_[z, np.ones(len(z))], np.array([1.0, 0.0])
+    for _ in range(50):
+        p = sigmoid(X @ w)
+        slope = X.T @ (p - y) + prior * (w - [1, 0])
+        w = w - np.clip(np.linalg.solve((X * (p * (1 - p))[:, None]).T @ X + prior * np.eye(2), slope), -1, 1)
+    return max(float(w[0]), 0.01), float(w[1])
+
+def fit_affine(logits, accept, lengths) -> tuple[np.ndarray, np.ndarray]: # temps (gamma,), offsets (gamma,)
+    "A temperature and an offset for each position, by the likelihood of conditional acceptance."
+    logits, accept, lengths = check_blocks(logits, accept, lengths)
+    reached = np.c_[np.ones(len(accept), dtype=bool), accept[:, :-1]] & (np.arange(accept.shape[1]) < lengths[:, None])
+    pairs = [fit_logistic(logits[on, k], accept[on, k]) for k, on in enumerate(reached.T)]
+    scales, offsets = np.array(pairs).T
+    return 1 / scales, offsets
 
 # %% ../nbs/09_calibration.ipynb #6ec4a724
 def stamp(
     folder: str | Path,  # drafter as `save_drafter` writes it
-    calibration: dict,   # "temps" (gamma,), "temp" they were fitted at, and whatever should be known of their origin
+    calibration: dict,   # "temps" (gamma,), maybe "offsets" (gamma,), "temp" they fit, and whatever should be known of them
 ) -> None:
     "Put a calibration into a drafter's config.json; the file is replaced whole."
     path = Path(folder) / "config.json"
@@ -321,18 +340,26 @@ def chance_ece(
     return out
 
 # %% ../nbs/09_calibration.ipynb #1c02515a
-def split_report(blocks: Blocks, *, grid: np.ndarray = GRID) -> dict:
-    "Fit on the blocks of even prompts; errors of every position on those of odd ones, without and with temperatures."
+def split_report(
+    blocks: Blocks,
+    *,
+    grid: np.ndarray = GRID,
+    offsets: bool = False, # take temperatures and offsets; else temperatures alone, by STS. Both are judged
+) -> dict:
+    "Fit on the blocks of even prompts; errors of every position on those of odd ones, before and after."
     fitted, held = blocks.of(blocks.prompt % 2 == 0), blocks.of(blocks.prompt % 2 == 1)
     if not len(fitted.lengths) or not len(held.lengths):
         raise ValueError(f"two prompts are needed, to fit on one and judge on the other; got {len(set(blocks.prompt))}")
     fit = fit_temps(fitted.logits, fitted.accept, fitted.lengths, grid=grid)
-    judge = lambda temps: measure_positions(survival(held.logits, temps), held.accept, held.lengths)
-    before, after = judge(None), judge(fit.temps)
+    sts, affine = (fit.temps, None), fit_affine(fitted.logits, fitted.accept, fitted.lengths)
+    used = affine if offsets else sts
+    judge = lambda *how: measure_positions(survival(held.logits, *how), held.accept, held.lengths)
+    before, after = judge(None), judge(*used)
     column = lambda name, ps: [None if np.isnan(v := getattr(p, name)) else round(v, 6) for p in ps]
-    report = {"temps": fit.temps.tolist(), "at_edge": fit.at_edge, "fitted_blocks": len(fitted.lengths),
-              "held_out_blocks": [p.count for p in before]}
-    chance = chance_ece(survival(held.logits, fit.temps), held.lengths)
+    report = {"temps": used[0].tolist(), "at_edge": [] if offsets else fit.at_edge, "fitted_blocks": len(fitted.lengths),
+              "held_out_blocks": [p.count for p in before], "ece_sts": column("ece", judge(*sts)), "ece_affine": column("ece", judge(*affine))}
+    if offsets: report["offsets"] = used[1].tolist()
+    chance = chance_ece(survival(held.logits, *used), held.lengths)
     report["ece_by_chance"] = [None if np.isnan(v) else round(v, 6) for v in chance]
     for name in ("ece", "auc", "brier"):
         report |= {f"{name}_before": column(name, before), f"{name}_after": column(name, after)}
@@ -352,6 +379,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p("--prompts", help='{"turns": [...]} a line, or one prompt a line; default: 24 prompts that come with the package')
     p("--n", type=int, help="prompts to use; all by default")
     p("--temp", type=float, default=0.0, help="serving temperature that the confidences shall be true for")
+    p("--offsets", action="store_true", help="fit an offset to each position beside its temperature (not in the paper)")
     p("--target", type=float, help="also derive thresholds at which this share of a position's drafts is kept, 0..1")
     p("--max-tokens", type=int, default=64, help="tokens a prompt")
     p("--seed", type=int, default=0)
@@ -378,9 +406,9 @@ def run(args: argparse.Namespace) -> int:
     say = lambda i, n: print(f"prompt {i + 1}/{len(prompts)}: {n} blocks", file=sys.stderr)
     blocks = collect(model, drafter, prompts, sampling=Sampling(temp=args.temp), max_tokens=args.max_tokens,
                      stop=frozenset(tokenizer.eos_token_ids), seed=args.seed, progress=say)
-    report = {"temp": args.temp} | split_report(blocks)
+    report = {"temp": args.temp} | split_report(blocks, offsets=args.offsets)
     if args.target is not None:
-        conf = sigmoid(blocks.logits / report["temps"])
+        conf = sigmoid(blocks.logits / report["temps"] + np.array(report.get("offsets", 0.0)))
         lines = target_thresholds(conf, blocks.accept, blocks.lengths, args.target)
         report |= {"target": args.target, "thresholds": lines.tolist()}
     report["written"] = write_calibration(args.draft_model, args.out, report)
@@ -415,6 +443,8 @@ def as_table(report: dict) -> str:
         lines.append(f"{k:8}  {n:6}  {T:6.2f}      " + "  ".join(map(show, errors)))
         if k - 1 in report["at_edge"]: lines[-1] += "  (end of the grid)"
     lines.append(f"    mean{'':22}" + "  ".join(show(mean_of(column)) for column in columns[2:]))
+    sts, affine = (show(mean_of(report[f"ece_{name}"])).strip() for name in ("sts", "affine"))
+    lines.append(f"mean with temperatures alone {sts}, with offsets {affine}; taken: {'both' if 'offsets' in report else 'temperatures'}")
     if report["fitted_blocks"] < 1000:
         lines.append("fewer than 1000 blocks: these temperatures are largely chance, use more prompts")
     if "thresholds" in report:
@@ -480,21 +510,3 @@ def check_temps(path: Path, tally) -> None:
             tally.close("error curve", curve, fit["ece_curves"][k], 1e-9, at=at)
             tally.close("least error", curve[pick_temp(curve, grid)], min(fit["ece_curves"][k]), 1e-9, at=at)
         if np.allclose(ours.temps, theirs): tally.close("error after", ours.ece_after, fit["ece_after"], 1e-9, at=name)
-
-# %% ../nbs/09_calibration.ipynb #1edcbe1b
-def fit_logistic(z: np.ndarray, y: np.ndarray, *, prior: float = 1.0) -> tuple[float, float]: # scale, offset
-    "Most likely scale and offset of logits (N,) for outcomes (N,), pulled a little towards (1, 0)."
-    X, w = np.c_[z, np.ones(len(z))], np.array([1.0, 0.0])
-    for _ in range(50):
-        p = sigmoid(X @ w)
-        slope = X.T @ (p - y) + prior * (w - [1, 0])
-        w = w - np.clip(np.linalg.solve((X * (p * (1 - p))[:, None]).T @ X + prior * np.eye(2), slope), -1, 1)
-    return max(float(w[0]), 0.01), float(w[1])
-
-def fit_affine(logits, accept, lengths) -> tuple[np.ndarray, np.ndarray]: # temps (gamma,), offsets (gamma,)
-    "A temperature and an offset for each position, by the likelihood of conditional acceptance."
-    logits, accept, lengths = check_blocks(logits, accept, lengths)
-    reached = np.c_[np.ones(len(accept), dtype=bool), accept[:, :-1]] & (np.arange(accept.shape[1]) < lengths[:, None])
-    pairs = [fit_logistic(logits[on, k], accept[on, k]) for k, on in enumerate(reached.T)]
-    scales, offsets = np.array(pairs).T
-    return 1 / scales, offsets

@@ -61,8 +61,7 @@ class DSparkConfig:
     target_hidden_size: int | None = None # H of the target when it is not D
     draft_vocab_size: int | None = None   # Vd ids that can be proposed; None: all
     quantization: dict | None = None      # module path -> {"bits", "group_size"}
-    calibration: dict | None = None       # "temps": gamma temperatures of the confidence logits, and their origin
-
+    calibration: dict | None = None       # "temps" and maybe "offsets", gamma each, of the confidence logits; "temp" they fit
     def __post_init__(self):
         self.target_layer_ids = tuple(self.target_layer_ids)
         _check_config(self)
@@ -97,8 +96,9 @@ def _check_config(c: DSparkConfig):
          f"{c.num_attention_heads} heads cannot share {c.num_key_value_heads} key-value heads evenly")
     need(c.draft_vocab_size is None or 1 <= c.draft_vocab_size <= c.vocab_size,
          f"draft_vocab_size must be in 1..{c.vocab_size}, got {c.draft_vocab_size}")
-    need(not c.calibration or len(c.calibration["temps"]) == c.block_size,
-         f"calibration must have {c.block_size} temperatures, one a position, got {c.calibration}")
+    for what, name in (("temperatures", "temps"), ("offsets", "offsets")):
+        given = (c.calibration or {}).get(name, [0] * c.block_size if name == "offsets" or not c.calibration else ())
+        need(len(given) == c.block_size, f"calibration must have {c.block_size} {what}, one a position, got {given}")
 
 # %% ../nbs/05_dspark.ipynb #2f33f5d3
 _ARCHITECTURE = set("""vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -474,8 +474,9 @@ class SerialHeads(BlockPass):
         return U, self.confidence_head(h, e) if self.config.enable_confidence_head else None
 
     def _confidence(self, h: mx.array, e: mx.array | None) -> mx.array: # (B, n) in 0..1
-        logits = self.confidence_head(h, e).astype(mx.float32)
-        if self.config.calibration: logits = logits / mx.array(self.config.calibration["temps"][:logits.shape[1]])
+        logits, how = self.confidence_head(h, e).astype(mx.float32), self.config.calibration
+        if how: logits = logits / mx.array(how["temps"][:logits.shape[1]])
+        if how and "offsets" in how: logits = logits + mx.array(how["offsets"][:logits.shape[1]])
         return mx.sigmoid(logits)
 
 # %% ../nbs/05_dspark.ipynb #d0f13a44
@@ -845,17 +846,22 @@ def reduce_vocabulary(
 
 # %% ../nbs/05_dspark.ipynb #2aa47d22
 class DSparkSource(DraftSource):
-    """A DSpark drafter behind the seam of `sources`: `window` bounds the context positions it keeps (None: all),
-    `max_draft` the tokens of a round (None: the whole block)."""
+    "A DSpark drafter behind the seam of `sources`."
     name = "dspark"
-
-    def __init__(self, drafter: DSparkDrafter, target: nn.Module, *, window: int | None = None, max_draft: int | None = None):
+    def __init__(
+        self, drafter: DSparkDrafter, target: nn.Module, *,
+        window: int | None = None,    # context positions kept; None: all
+        max_draft: int | None = None, # tokens of a round; None: the whole block
+    ):
         gamma = drafter.config.block_size
         if max_draft is not None and not 1 <= max_draft <= gamma:
             raise ValueError(f"max_draft must be in 1..{gamma}, got {max_draft}")
         if drafter._shared is None or drafter._shared.embed is not parts(target).embed_tokens: drafter.bind(target)
         self.drafter, self.window, self.max_draft = drafter, window, max_draft or gamma
         self.tap_layers = drafter.config.target_layer_ids
+
+    @property
+    def calibrated_for(self) -> float | None: return (self.drafter.config.calibration or {}).get("temp")
 
     def start(self, prompts, *, target, cache, sampling):
         self.cache, self.sampling = self.drafter.make_cache(len(prompts), window=self.window), sampling
@@ -865,7 +871,6 @@ class DSparkSource(DraftSource):
         if n < 1: return Draft(mx.zeros((len(anchor), 0), dtype=mx.uint32))
         wants = dict(want_probs=want_probs, want_confidence=want_confidence)
         return self.drafter.draft(anchor, self.cache, n, sampling=self.sampling, key=key, **wants)
-
     def observe(self, committed, n_committed, taps=None):
         if taps is None: raise ValueError(f"a DSpark drafter needs the hidden states of layers {self.tap_layers}, got none")
         self.drafter.extend(taps, self.cache, n_committed)
@@ -873,14 +878,12 @@ class DSparkSource(DraftSource):
 
     def keep(self, rows): keep_rows(self.cache, rows)
     def join(self, other: "DSparkSource"): join_rows(self.cache, other.cache)
-
     def state(self):
         facts = {"source": self.name, "taps": list(self.tap_layers), "window": self.window, "lengths": self.cache.lengths}
         return {"kv": self.cache.kv[:, :, :max(self.cache.n_valid)]}, facts
 
     def restore(self, arrays, meta):
-        shapes = lambda kv: [kv.shape[i] for i in (0, 1, 3)]
-        found, wanted = ({k: facts.get(k) for k in ("source", "taps", "window")} | {"shape": shapes(kv)}
-                         for facts, kv in ((meta, arrays["kv"]), (self.state()[1], self.cache.kv)))
+        about = lambda facts, kv: {k: facts.get(k) for k in ("source", "taps", "window")} | {"kv": kv.shape[:2] + kv.shape[3:]}
+        found, wanted = about(meta, arrays["kv"]), about(self.state()[1], self.cache.kv)
         if found != wanted: raise ValueError(f"a saved draft cache of {found} does not fit {wanted}")
         self.cache.load(arrays["kv"], meta["lengths"])

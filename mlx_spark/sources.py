@@ -32,6 +32,7 @@ class DraftSource:
     name: str = "source"
     tap_layers: tuple = () # layers of the target whose hidden states `observe` wants
     max_draft: int = 0     # drafts it makes in a round when nobody asks for another number
+    calibrated_for: float | None = None # temperature at which its confidences are true probabilities; None: not known
 
     def start(self, prompts: list[list[int]], *, target, cache: list, sampling: Sampling) -> None:
         "Forget everything and get ready for len(prompts) rows; the tokens themselves come through `observe`."
@@ -272,14 +273,18 @@ def as_source(
     draft_model, # None, a DraftSource, an object with `.as_source(target)` such as a DSpark drafter, or an mlx-lm model
     *,
     target,      # mlx-lm model that will verify
+    max_draft: int | None = None, # drafts a round of a source that is made here; None: as many as it likes
 ) -> DraftSource:
     "The source that `draft_model` stands for."
     if draft_model is None: return NoSource()
-    if hasattr(draft_model, "as_source"): draft_model = draft_model.as_source(target)
+    how = {} if max_draft is None else dict(max_draft=max_draft)
+    if isinstance(draft_model, DraftSource) and how:
+        raise ValueError(f"source {draft_model.name!r} is made already, with max_draft {draft_model.max_draft}")
+    if hasattr(draft_model, "as_source"): draft_model = draft_model.as_source(target, **how)
     if not isinstance(draft_model, DraftSource):
         if not callable(draft_model) or not hasattr(draft_model, "layers"):
             raise ValueError(f"draft_model must be a source, drafter, mlx-lm model or None, got {draft_model!r:.80}")
-        draft_model = ModelSource(draft_model)
+        draft_model = ModelSource(draft_model, **how)
     if isinstance(draft_model, ModelSource): _check_vocabulary(draft_model.draft_model, target)
     if draft_model.max_draft < 1 and not isinstance(draft_model, NoSource):
         raise ValueError(f"source {draft_model.name!r} has max_draft {draft_model.max_draft}, at least 1 is wanted")

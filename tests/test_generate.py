@@ -81,6 +81,96 @@ def test_closed_after_any_token(family, mode):
             rows.append(next_row(model, cache))
         if k and "quantized" not in mode: assert close(*rows)
 
+class Script:
+    "A planner that parks in the rounds it is told to."
+    confident, gamma = False, 4
+    def __init__(self, *parked): self.script, self.n = parked, 0
+    @property
+    def parked(self): return self.script[min(self.n, len(self.script) - 1)]
+    def draft_length(self): return 0 if self.parked else 4
+    def verify_length(self, conf=None): return 3
+    def observe(self, *seen, **how): self.n += 1
+
+@pytest.mark.parametrize("family, mode", CASES)
+def test_parked_and_back(family, mode):
+    model, options = tiny(family)[0], {k: v for k, v in MODES[mode].items() if k != "max_kv_size"}
+    caches = lambda: make_cache(model, max_kv_size=MODES[mode].get("max_kv_size"))
+    plain_cache = caches()
+    want = plain_ids(model, PROMPT, 40, prompt_cache=plain_cache, **options)
+    for name in ("rounded", "lookup", "dspark"):
+        ours, plan = caches(), Script(*[False] * 3, *[True] * 7, *[False] * 3, True)
+        steps = spec(model, source_of(name, family), PROMPT, 40, prompt_cache=ours, planner=plan, **options)
+        difference = loop.compare_ids(model, PROMPT, want, ids_of(steps), **MODES[mode])
+        assert difference is None or difference.tie, (name, difference)
+        assert cache_offset(ours) == len(PROMPT) + 40 == ours[0].source_state.n_tokens
+        assert any(s.cycle.parked for s in steps[:20]) and not all(s.cycle.parked for s in steps[5:20]) and steps[-1].cycle.parked
+        if difference is None and "quantized" not in mode: assert close(next_row(model, ours), next_row(model, copy.deepcopy(plain_cache)))
+
+@pytest.mark.parametrize("family, mode", CASES)
+def test_closed_while_parked(family, mode):
+    model, options = tiny(family)[0], {k: v for k, v in MODES[mode].items() if k != "max_kv_size"}
+    for k in (1, 2, 3, 6):
+        rows = []
+        for steps in (lambda c: loop.speculative_step(PROMPT, model, source_of("rounded", family), prompt_cache=c, planner=Script(True), **options),
+                      lambda c: generate_step(PROMPT, model, prompt_cache=c, **options)):
+            cache = make_cache(model, max_kv_size=MODES[mode].get("max_kv_size"))
+            steps = steps(cache)
+            for _ in range(k): next(steps)
+            steps.close()
+            assert cache_offset(cache) == len(PROMPT) + k
+            rows.append(next_row(model, cache))
+        if "quantized" not in mode: assert close(*rows)
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("n", range(6))
+def test_fails_while_parked(family, n):
+    "The target fails in its n-th parked pass; or a processor does: what was handed out stays, and nothing else."
+    model, got, calls = tiny(family)[0], [], []
+    class Broken:
+        def __call__(self, tokens, logits):
+            if len(tokens) == len(PROMPT) + n: raise RuntimeError("no rule")
+            return logits
+    cache = make_cache(model)
+    with pytest.raises(RuntimeError, match="no rule"):
+        for step in loop.speculative_step(PROMPT, model, source_of("rounded", family), prompt_cache=cache, planner=Script(False, True), logits_processors=[Broken()]):
+            got.append(step.token)
+    assert len(got) == n and cache_offset(cache) == len(PROMPT) + n
+    original = type(model).__call__
+    def failing(self, *args, **kwargs):
+        if self is model:
+            calls.append(1)
+            if len(calls) > 2 + n: raise RuntimeError("device lost")
+        return original(self, *args, **kwargs)
+    got, cache = [], make_cache(model)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="device lost"):
+        patch.setattr(type(model), "__call__", failing)
+        for step in loop.speculative_step(PROMPT, model, source_of("rounded", family), prompt_cache=cache, planner=Script(False, True)): got.append(step.token)
+    n_fed = cache_offset(cache) - len(PROMPT)
+    assert n_fed == len(got) - (len(got) < 2)                        # started ahead: it is the token nobody got whose pass failed
+    if got: assert close(next_row(model, cache), next_row_after(model, got[:n_fed]))
+
+@pytest.mark.parametrize("name", ("stranger", "rounded", "lookup", "dspark"))
+def test_users_get_a_schedule_and_the_same_text(name):
+    model, tokenizer = tiny("llama")
+    want = plain_ids(model, PROMPT, 200)
+    rs = list(loop.stream_generate(model, tokenizer, PROMPT, 200, source_of(name, "llama")))
+    assert [r.token for r in rs] == want[:len(rs)] and (len(rs) == 200 or rs[-1].finish_reason == "stop")
+    if name == "stranger": assert sum(r.parked for r in rs) > 100    # a random model with a whole forward pass a draft
+    fixed = list(loop.stream_generate(model, tokenizer, PROMPT, 60, source_of(name, "llama"), num_draft_tokens=3))
+    assert not any(r.parked for r in fixed) and max(r.verify_length for r in fixed) == (3 if name != "lookup" else max(r.verify_length for r in fixed))
+    off = list(loop.stream_generate(model, tokenizer, PROMPT, 60, source_of(name, "llama"), schedule=False))
+    assert not any(r.parked for r in off)
+
+def test_a_seed_repeats_a_sampled_text_in_spite_of_the_clock(monkeypatch):
+    from mlx_spark.verify import Sampling
+    model, tokenizer = tiny("llama")
+    ids = lambda: [r.token for r in loop.stream_generate(model, tokenizer, PROMPT, 80, source_of("rounded", "llama"), sampler=Sampling(temp=1.0), seed=7)]
+    want, clock = ids(), loop.time.perf_counter
+    for factor in (100, 1e-3):
+        monkeypatch.setattr(loop.time, "perf_counter", lambda: factor * clock() * np.random.random())
+        assert ids() == want
+        monkeypatch.undo()
+
 class Failing(ModelSource):
     "Fails in its n-th call of one method."
     def __init__(self, model, method, n, error):

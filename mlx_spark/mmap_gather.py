@@ -295,25 +295,27 @@ class MappedExperts:
         if from_cache: os.posix_fadvise(self.expert_file.fd, 0, 0, os.POSIX_FADV_DONTNEED)   # Linux only
 
 # %% ../nbs/22_mmap_gather.ipynb #3e4b48cf
-def _trim(self, key: tuple, stay: list):
-    "Give back what Linux mapped around an expert's ranges, up to the next expert of the layer that is to stay."
-    layer, expert = key
-    i, ends = bisect_left(stay, expert), (-1, len(stay))
-    below, above = (self.spans(layer, stay[k]) if k not in ends else None for k in (i - 1, i + 1))
-    for k, (region, offset, n) in enumerate(self.spans(layer, expert)):
-        start, end = _down(region.at(offset)), _up(region.at(offset + n))
-        left = region.address if below is None else _up(region.at(below[k][1] + n))
-        right = region.address + _up(region.n_bytes) if above is None else _down(region.at(above[k][1]))
-        left, right = max(left, start - WINDOW), min(right, end + WINDOW)
-        _advise(left, start - left, MADV_DONTNEED)
-        _advise(end, right - end, MADV_DONTNEED)
+def _gaps(read: list, stay: list, n: int, near: int) -> list: # of (first, last) experts; both lists ascending, `stay` holds all of `read`
+    "Runs of experts that are not to stay, as far as they are within `near` of one that was read."
+    edges = [-1, *stay, n]
+    runs = ((a + 1, b - 1) for a, b in zip(edges, edges[1:]) if b - a > 1)
+    return [(a, b) for a, b in runs if any(a - near <= e <= b + near for e in read)]
 
-def _fetch(self, key: tuple, stay: list, populate: bool):
+def _trim(self, layer: int, read: Iterable, stay: Iterable):
+    "Give back what Linux mapped around experts that were read, where it belongs to experts that are not to stay."
+    read, stay, n = sorted(read), sorted({*read, *stay}), self.expert_file.experts(layer)
+    for (region, first, length), (_, second, _) in zip(self.spans(layer, 0), self.spans(layer, min(1, n - 1))):
+        stride = second - first
+        for a, b in _gaps(read, stay, n, -(-WINDOW // max(stride, 1))):
+            start, end = _up(region.at(first + a * stride)), _down(region.at(first + b * stride + length))
+            _advise(start, end - start, MADV_DONTNEED)
+
+def _fetch(self, key: tuple, populate: bool):
     "Bring one expert in."
     spans = self.spans(*key)
     if populate and self.can_populate:
         self.can_populate = all(_advise(r.at(_down(o)), _up(o + n) - _down(o), MADV_POPULATE_READ) for r, o, n in spans)
-        if self.can_populate: return self.trim(key, stay)
+        if self.can_populate: return
     for _, offset, n in spans: _pread(self.expert_file.fd, offset, n)
 
 def _read(
@@ -321,21 +323,21 @@ def _read(
     keys: Iterable,        # (layer, expert) pairs
     threads: int = 8,      # that wait for the disk at the same time
     *,
-    resident: Iterable = (), # keys of the same layers whose pages stay although their neighbours are read
+    resident: Iterable = (), # keys whose pages stay although their neighbours are read
     populate: bool = True, # map the pages as well, where the kernel can; else they are in the page cache afterwards
 ) -> int:                  # bytes of these experts
     "Bring experts in from the disk at its full rate, exactly these bytes."
     if threads < 1: raise ValueError(f"threads must be at least 1, got {threads}")
-    keys = list(keys)
+    keys, resident = list(keys), list(resident)
     ranges = [(offset, n) for key in keys for _, offset, n in self.spans(*key)]
     if populate and self.can_populate:
         for offset, n in ranges: _will_need(self.expert_file.fd, offset, n)
-    stay = {layer: set() for layer, _ in keys}
-    for layer, expert in (*keys, *resident): stay[layer].add(expert)
-    stay = {layer: sorted(experts) for layer, experts in stay.items()}
-    fetch = lambda key: self.fetch(key, stay[key[0]], populate)
+    fetch = lambda key: self.fetch(key, populate)
     if len(keys) == 1 or threads == 1: [fetch(key) for key in keys]
     else: list(self.workers(threads).map(fetch, keys))
+    if populate and self.can_populate:
+        for layer in {layer for layer, _ in keys}:
+            self.trim(layer, *([e for l, e in some if l == layer] for some in (keys, resident)))
     return sum(n for _, n in ranges)
 
 def _workers(self, threads: int) -> ThreadPoolExecutor:
@@ -373,7 +375,12 @@ def _cached_bytes(self, layer: int | None = None, expert: int | None = None) -> 
     "Bytes of all experts, of a layer's or of one that the system has in memory now."
     return sum(_in_core(*stretch) for stretch in self.stretches(layer, expert))
 
-MappedExperts.stretches, MappedExperts.resident_bytes, MappedExperts.cached_bytes = _stretches, _resident_bytes, _cached_bytes
+def _is_cached(self, layer: int, expert: int) -> bool:
+    "Is all of an expert in the system's memory?"
+    return all(_in_core(address, n) == _up(n) for address, n in self.stretches(layer, expert))
+
+MappedExperts.stretches, MappedExperts.resident_bytes = _stretches, _resident_bytes
+MappedExperts.cached_bytes, MappedExperts.is_cached = _cached_bytes, _is_cached
 
 # %% ../nbs/22_mmap_gather.ipynb #2e05923a
 def _release(self):

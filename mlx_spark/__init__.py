@@ -89,7 +89,10 @@ _NAMES = {
     "Sampling": "verify", "Draft": "sources", "DraftSource": "sources", "ModelSource": "sources",
     "PromptLookup": "sources", "NoSource": "sources",
     "generate": "generate", "stream_generate": "generate", "GenerationResponse": "generate",
+    "batch_generate": "serve_loop", "ServeLoop": "serve_loop", "Request": "serve_loop",
 }
+__doc__ = "Lossless DSpark speculative decoding and mmap-resident experts on MLX."
+globals().setdefault("__all__", []).extend(_NAMES)   # what `from mlx_spark import *` brings
 
 def __getattr__(name: str) -> Any:
     "Fetch a public name from its module on first use."

@@ -114,6 +114,8 @@ def load(
     dtype: mx.Dtype | None = None,            # of weights and activations; None: float32 on a CPU, see above for a GPU
     quantized: bool = False,                  # keep a GGUF file's codes; a quantized mlx-lm folder always stays so
     tokenizer_config: dict | None = None,     # options of the tokenizer
+    expert_offload: str | None = None,        # folder of pack-experts: routed experts stay in its file
+    expert_budget: str | int | None = None,   # memory for them, "50%", "3GB" or bytes; None: no limit
 ) -> tuple:                                   # (mlx-lm model, TokenizerWrapper)
     "A target and its tokenizer, weights in memory, ready to generate."
     from mlx_lm import load as load_folder
@@ -121,6 +123,11 @@ def load(
     if dtype is not None and not mx.issubdtype(dtype, mx.floating):
         raise ValueError(f"dtype is a floating-point type, got {dtype}")
     path, from_gguf = _resolve(str(name))
+    if expert_offload is not None:
+        if from_gguf: raise ValueError(f"expert_offload wants a model in mlx-lm's format, {name} is a GGUF file")
+        from mlx_spark.offload import load_in_budget
+        return load_in_budget(path, expert_offload, expert_budget, adapter_path=adapter_path, dtype=dtype, tokenizer_config=tokenizer_config)
+    if expert_budget is not None: raise ValueError(f"expert_budget={expert_budget!r} has no meaning without expert_offload")
     options = dict(tokenizer_config=tokenizer_config or {}, adapter_path=adapter_path, lazy=True, return_config=True)
     try: model, tokenizer, config = load_folder(path, **options)
     except OSError as e:

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'LEAST_COLUMNS', 'MOST_UNSEEN', 'Chunk', 'Round', 'fit', 'LayerKV', 'attention_modules', 'grouped',
-           'power_of_two', 'kv_windows', 'RaggedCache', 'run_tapped', 'feed_in_turn', 'save_row', 'load_row',
-           'packing_error', 'SeparateCaches', 'SourceRows', 'one_block', 'side_by_side', 'PromptState', 'cut_source',
-           'Request', 'Stats', 'Event', 'Speller', 'held_back', 'uniform', 'pick', 'Row', 'take', 'take_round',
-           'picks_processed', 'best_tokens', 'spell_best', 'BatchCosts', 'Ratios', 'BatchPlanner', 'make_planner',
-           'profile_rows', 'doubling', 'median_ms', 'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned',
-           'draft_round', 'packed_ids', 'Picked', 'pick_round', 'judge_round', 'count', 'commit_round', 'run_round',
-           'watch_round', 'close_event', 'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request',
-           'row_cache', 'ServeLoop', 'drop_cancelled', 'kv_bytes', 'final_length', 'fits', 'token_bytes',
-           'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state', 'BatchResponse', 'batch_generate',
-           'collect']
+           'power_of_two', 'kv_windows', 'RaggedBuffers', 'RaggedCache', 'run_tapped', 'feed_in_turn', 'save_row',
+           'load_row', 'packing_error', 'SeparateCaches', 'SourceRows', 'source_of_row', 'one_block', 'side_by_side',
+           'PromptState', 'cut_source', 'Request', 'Stats', 'Event', 'Speller', 'held_back', 'uniform', 'pick', 'Row',
+           'take', 'take_round', 'picks_processed', 'best_tokens', 'spell_best', 'BatchCosts', 'Ratios', 'BatchPlanner',
+           'worth_drafting', 'watch_row', 'watch_time', 'make_planner', 'profile_rows', 'rising', 'doubling', 'best_ms',
+           'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned', 'draft_round', 'packed_ids', 'Picked',
+           'pick_round', 'judge_round', 'count', 'count_all', 'commit_round', 'run_round', 'watch_round', 'close_event',
+           'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'row_cache', 'Loop', 'check_options',
+           'rows_allowed', 'ServeLoop', 'waiting_row', 'drop_cancelled', 'kv_bytes', 'final_length', 'fits',
+           'token_bytes', 'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state', 'BatchResponse',
+           'batch_generate', 'collect']
 
 # %% ../nbs/14_serve_loop.ipynb #0913d30f
 import copy
@@ -100,6 +101,7 @@ def fit(buffer: mx.array | None, like: mx.array, n_rows: int, capacity: int) -> 
     out[:r, :, :c] = buffer[:r, :, :c]
     return out
 
+# %% ../nbs/14_serve_loop.ipynb #53ecfe9c
 class LayerKV:
     "Keys and values (rows, H, capacity, D) of one layer: the cache that an mlx-lm model sees."
     def __init__(self, batch: "RaggedCache", window: int | None):
@@ -156,8 +158,9 @@ def kv_windows(model: nn.Module) -> list[int | None]:
         windows.append(getattr(c, "max_size", None))
     return windows
 
-class RaggedCache:
-    "Keys and values of many requests: row b holds its tokens in columns 0..lengths[b]-1 of each layer's buffer."
+# %% ../nbs/14_serve_loop.ipynb #0f68bde1
+class RaggedBuffers:
+    "Room for many requests: row b holds its tokens in columns 0..lengths[b]-1 of each layer's buffer."
     def __init__(self, model: nn.Module, tap_layers: tuple = ()):
         self.model, self.modules, self.packs = model, attention_modules(model), True
         self.taps = Taps(model, tap_layers) if tap_layers else None
@@ -197,6 +200,9 @@ class RaggedCache:
 
     def evaluate(self, row: int) -> None: mx.eval([b for c in self.layers for b in (c.keys, c.values) if b is not None])
 
+# %% ../nbs/14_serve_loop.ipynb #39114ba1
+class RaggedCache(RaggedBuffers):
+    "Keys and values of many requests, and the passes that fill them."
     def feed(self, row: int, ids: mx.array, tap: bool = False) -> tuple: # (1, n) -> logits (1, n, V), taps (1, n, m*H)
         "Run the target over new tokens of one row; they count when `commit` says so."
         self.view = Chunk(row, self.lengths[row], ids.shape[1])
@@ -216,6 +222,7 @@ class RaggedCache:
     def save(self, row: int) -> list: return save_row(self, row)
     def load(self, row: int, saved: list, n: int) -> None: load_row(self, row, saved, n)
 
+# %% ../nbs/14_serve_loop.ipynb #e00245f9
 def run_tapped(cache: RaggedCache, ids: mx.array, tap: bool) -> tuple[mx.array, mx.array | None]:
     "Logits, and the hidden states that the draft source wants."
     if not tap or cache.taps is None: return cache.model(ids, cache=cache.layers), None
@@ -312,15 +319,6 @@ class SourceRows:
         self.rows = [self.rows[b] for b in rows]
         if not rows: self.all, self.unseen = None, []
 
-    def row(self, b: int) -> DraftSource:
-        "A source of this row alone."
-        if not self.joins: return self.rows[b]
-        self.catch_up()
-        one = copy.copy(self.all)
-        one.cache = copy.copy(one.cache)
-        one.keep([b])
-        return one
-
     def propose(self, anchors: list[int], n: int, want_confidence: bool = False) -> Draft:
         self.catch_up()
         if self.joins: return self.all.propose(anchors, n, want_confidence=want_confidence)
@@ -341,6 +339,17 @@ class SourceRows:
         if len(blocks) == 1 and blocks[0][0] == self.rows: self.all.observe(*blocks[0][1:])
         elif blocks: self.all.observe(*one_block(self.rows, blocks))
 
+# %% ../nbs/14_serve_loop.ipynb #2707209e
+def source_of_row(rows: SourceRows, b: int) -> DraftSource:
+    "A source of this row alone."
+    if not rows.joins: return rows.rows[b]
+    rows.catch_up()
+    one = copy.copy(rows.all)
+    one.cache = copy.copy(one.cache)
+    one.keep([b])
+    return one
+
+# %% ../nbs/14_serve_loop.ipynb #32402867
 MOST_UNSEEN = 64 # rounds
 
 def one_block(rows: list, blocks: list) -> tuple[list[list[int]], list[int], mx.array | None]:
@@ -359,6 +368,7 @@ def one_block(rows: list, blocks: list) -> tuple[list[list[int]], list[int], mx.
     whole = [mx.concatenate(row) if row else mx.zeros((0, width)) for row in taps]
     return padded, n, mx.stack([mx.pad(x, [(0, max(n) - len(x)), (0, 0)]) for x in whole])
 
+# %% ../nbs/14_serve_loop.ipynb #408d8cff
 def side_by_side(drafts: list[Draft]) -> Draft:
     "The drafts of single rows as one, filled up to a common length."
     lengths = [d.tokens.shape[1] for d in drafts]
@@ -368,7 +378,7 @@ def side_by_side(drafts: list[Draft]) -> Draft:
     return Draft(block([d.tokens for d in drafts]), None, confidence, lengths)
 
 # %% ../nbs/14_serve_loop.ipynb #70ea9ec5
-@dataclass
+@dataclass(eq=False)
 class PromptState:
     "What was kept of a finished request: its tokens, their keys and values, and what the draft source knows of them."
     tokens: list[int]
@@ -387,13 +397,15 @@ class PromptState:
         arrays = [] if self.source is None else list(self.source[0].values())
         return sum(x.nbytes for _, x in tree_flatten([c if isinstance(c, tuple) else c.state for c in self.kv])) + sum(x.nbytes for x in arrays)
 
+# %% ../nbs/14_serve_loop.ipynb #9f639907
 def cut_source(source: tuple | None, n: int) -> tuple | None:
     "A draft source's state of the first n tokens, where its kind can be cut."
     arrays, meta = source or ({}, {})
     if meta.get("source") == "dspark" and meta["window"] is None: return {"kv": arrays["kv"][:, :, :n]}, meta | {"lengths": [n]}
     return ({"tokens.0": arrays["tokens.0"][:n]}, meta) if meta.get("source") == "prompt-lookup" else None
 
-@dataclass
+# %% ../nbs/14_serve_loop.ipynb #fb1138c2
+@dataclass(eq=False)
 class Request:
     "A prompt, and how it is to be continued."
     prompt: list[int]                    # token ids, >= 1
@@ -409,6 +421,7 @@ class Request:
     keep_state: bool = False             # the last event carries a PromptState
     id: str = field(default_factory=lambda: uuid4().hex)
 
+# %% ../nbs/14_serve_loop.ipynb #39bae86f
 @dataclass
 class Stats:
     "The books of one request."
@@ -428,6 +441,7 @@ class Stats:
     @property
     def tau(self) -> float: return self.completion_tokens / self.n_rounds if self.n_rounds else 0.0
 
+# %% ../nbs/14_serve_loop.ipynb #b7f9bfc2
 @dataclass
 class Event:
     "What a round gave one request."
@@ -470,6 +484,7 @@ class Speller:
             self.scan()
         return self.held
 
+# %% ../nbs/14_serve_loop.ipynb #cb75096b
 def held_back(text: str, stop: tuple[str, ...]) -> int:
     "Length of the longest end of `text` that some stop string begins with."
     return max((n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
@@ -486,7 +501,7 @@ def pick(logits: mx.array, sampling: Sampling, u: list[float]) -> mx.array: # (n
     return sample_from(target_probs(logits, sampling), u=mx.array(u))
 
 # %% ../nbs/14_serve_loop.ipynb #3fa71b76
-@dataclass
+@dataclass(eq=False)
 class Row:
     "A request that holds a row, or waits for one."
     request: Request
@@ -512,6 +527,7 @@ class Row:
     @property
     def speculates(self) -> bool: return self.request.num_draft_tokens != 0
 
+# %% ../nbs/14_serve_loop.ipynb #73ad91e7
 def take(row: Row, token: int, logprob) -> bool:
     "Commit one token; whether the request goes on."
     event, row.stats.completion_tokens = row.event, row.stats.completion_tokens + 1
@@ -542,6 +558,7 @@ def picks_processed(row: Row, logits: mx.array): # (n+1, V)
         mx.eval(token, best)
         yield token.item(), spell_best(best, 0)
 
+# %% ../nbs/14_serve_loop.ipynb #dea76141
 def best_tokens(logits: mx.array, picked: mx.array, k: int | None) -> list[mx.array]: # (n, V), (n,)
     "Log-probability of each pick (n,), the k best tokens (n, k) and theirs; nothing if none are wanted."
     if k is None: return []
@@ -571,6 +588,7 @@ class BatchCosts:
         whole = float(np.interp(n_rows, self.draft_rows, self.draft_ms)) * max(1.0, n_rows / self.draft_rows[-1])
         return whole * (self.single + (1 - self.single) * part)
 
+# %% ../nbs/14_serve_loop.ipynb #84a4fad9
 class Ratios:
     "Measured over predicted time, by the number of tokens in the pass; of late."
     def __init__(self): self.seen = {}
@@ -614,35 +632,38 @@ class BatchPlanner:
         most = int(conf.size + len(conf))
         return algorithm1(conf, np.r_[0.0, 1e3 / self.round_ms(np.arange(1, most + 1), n_rows)], early_stop=False)
 
-    def worth_drafting(self, conf: np.ndarray, n_rows: int) -> list[int] | None: # None: a plain round
-        "Lengths to draft, by what is usual, or to try out after a long parking."
-        if not conf.any(): return None
-        plan, R = self.schedule(conf, n_rows), len(conf)
-        plain = R / self.plain_ms(R)
-        self.parked = not sum(plan.lengths) or plan.throughput / 1e3 <= plain
-        if not self.parked: return plan.lengths
-        lengths = plan.lengths if sum(plan.lengths) else [int(c[0] > 0) for c in conf]
-        tokens = R + sum(np.cumprod(c)[:n].sum() for c, n in zip(conf, lengths))
-        loss_ms = self.round_ms(R + sum(lengths), n_rows) - tokens / plain
-        if self.saved_ms < loss_ms: return None
-        self.saved_ms = 0.0
-        return lengths
+# %% ../nbs/14_serve_loop.ipynb #2af85fd1
+def worth_drafting(planner: BatchPlanner, conf: np.ndarray, n_rows: int) -> list[int] | None: # None: a plain round
+    "Lengths to draft, by what is usual, or to try out after a long parking."
+    if not conf.any(): return None
+    plan, R = planner.schedule(conf, n_rows), len(conf)
+    plain = R / planner.plain_ms(R)
+    planner.parked = not sum(plan.lengths) or plan.throughput / 1e3 <= plain
+    if not planner.parked: return plan.lengths
+    lengths = plan.lengths if sum(plan.lengths) else [int(c[0] > 0) for c in conf]
+    tokens = R + sum(np.cumprod(c)[:n].sum() for c, n in zip(conf, lengths))
+    loss_ms = planner.round_ms(R + sum(lengths), n_rows) - tokens / plain
+    if planner.saved_ms < loss_ms: return None
+    planner.saved_ms = 0.0
+    return lengths
 
-    def observe(self, row: "Row", n: int, n_accepted: int) -> None:
-        "A row's part of a round that drafted."
-        reached, accepted = np.arange(self.gamma) <= min(n_accepted, n - 1), np.arange(self.gamma) < n_accepted
-        for books, fade in ((row, 0.95), (self, 0.99)):
-            fade = np.where(reached, fade, 1.0)
-            books.kept, books.tried = books.kept * fade + (reached & accepted), books.tried * fade + reached
+def watch_row(planner: BatchPlanner, row: "Row", n: int, n_accepted: int) -> None:
+    "A row's part of a round that drafted."
+    at = np.arange(planner.gamma)
+    reached, accepted = at <= min(n_accepted, n - 1), at < n_accepted
+    for books, fade in ((row, 0.95), (planner, 0.99)):
+        fade = np.where(reached, fade, 1.0)
+        books.kept, books.tried = books.kept * fade + (reached & accepted), books.tried * fade + reached
 
-    def timed(self, ms: float, n_rows: int, n_tokens: int, part: float | None) -> None: # part None: a plain round
-        "What a round took; where it was plain, some of it is saved up for a try."
-        if part is None:
-            self.plain.observe(n_tokens, ms / float(self.costs.passes.pass_ms(n_tokens)))
-            self.saved_ms += self.share * ms if self.parked else 0.0
-            return
-        self.drafted.observe(n_tokens, ms / (self.costs.propose_ms(n_rows, part) + float(self.costs.passes.pass_ms(n_tokens))))
-        self.kept, self.tried = 0.998 * self.kept, 0.998 * self.tried
+def watch_time(planner: BatchPlanner, ms: float, n_rows: int, n_tokens: int, part: float | None) -> None: # part None: plain
+    "What a round took; where it was plain, some of it is saved up for a try."
+    pass_ms = float(planner.costs.passes.pass_ms(n_tokens))
+    if part is None:
+        planner.plain.observe(n_tokens, ms / pass_ms)
+        planner.saved_ms += planner.share * ms if planner.parked else 0.0
+        return
+    planner.drafted.observe(n_tokens, ms / (planner.costs.propose_ms(n_rows, part) + pass_ms))
+    planner.kept, planner.tried = 0.998 * planner.kept, 0.998 * planner.tried
 
 # %% ../nbs/14_serve_loop.ipynb #5143311b
 def make_planner(model: nn.Module, source: DraftSource, max_rows: int) -> BatchPlanner:
@@ -652,7 +673,7 @@ def make_planner(model: nn.Module, source: DraftSource, max_rows: int) -> BatchP
 
 # %% ../nbs/14_serve_loop.ipynb #67cf3be2
 def profile_rows(model: nn.Module, source: DraftSource, max_rows: int, *, context: int = 64, repeats: int = 3) -> BatchCosts:
-    "Time target passes and drafter passes, medians."
+    "Time target passes and drafter passes."
     cache, gamma, rows = RaggedCache(model, source.tap_layers), source.max_draft, SourceRows(source, model)
     cache.add()
     ids = mx.arange(10, 10 + context, dtype=mx.uint32)[None]
@@ -660,7 +681,7 @@ def profile_rows(model: nn.Module, source: DraftSource, max_rows: int, *, contex
     cache.evaluate(0)
     cache.commit(0, context)
     tokens = doubling(max_rows * (1 + gamma))
-    verify = [median_ms(lambda: mx.eval(cache.feed(0, mx.full((1, n), 11, dtype=mx.uint32))[0]), repeats) for n in tokens]
+    verify = [best_ms(lambda: mx.eval(cache.feed(0, mx.full((1, n), 11, dtype=mx.uint32))[0]), repeats) for n in tokens]
     def propose(n):
         draft = rows.propose([11] * len(rows.rows), n, True)
         mx.eval([x for x in (draft.tokens, draft.confidence) if x is not None])
@@ -671,22 +692,28 @@ def profile_rows(model: nn.Module, source: DraftSource, max_rows: int, *, contex
             one = rows.fresh(ids[0].tolist())
             one.observe(ids.tolist(), [context], taps)
             rows.join(one)
-        times.append(median_ms(lambda: propose(gamma), repeats))
-        if n == 1: single = median_ms(lambda: propose(1), repeats) / times[0]
+        times.append(best_ms(lambda: propose(gamma), repeats))
+        if n == 1: single = best_ms(lambda: propose(1), repeats) / times[0]
     if not rows.joins: times = [times[0] * n for n in counts]
-    return BatchCosts(Costs(tokens, verify), counts, times, min(single, 1.0))
+    return BatchCosts(Costs(tokens, rising(verify)), counts, rising(times), min(single, 1.0))
+
+# %% ../nbs/14_serve_loop.ipynb #fa8b3ece
+def rising(times: list[float]) -> list[float]:
+    "None longer than a later one: more work takes no less time."
+    return np.minimum.accumulate(times[::-1])[::-1].tolist()
 
 def doubling(most: int) -> list[int]: return [1 << i for i in range((most - 1).bit_length() + 1)]
 
-def median_ms(run, repeats: int) -> float:
-    "Middle time of some runs, one before them not counted."
+def best_ms(run, repeats: int) -> float:
+    "Least time of some runs, one before them not counted: whatever else ran on the machine made it longer."
     times = []
     for _ in range(repeats + 1):
         tic = time.perf_counter()
         run()
         times.append(1e3 * (time.perf_counter() - tic))
-    return float(np.median(times[1:]))
+    return min(times[1:])
 
+# %% ../nbs/14_serve_loop.ipynb #2d484410
 def batch_costs(model: nn.Module, source: DraftSource, max_rows: int) -> BatchCosts:
     "The profile of this machine, from the cache or freshly taken; a damaged file counts as none."
     path = costs_folder() / f"{fingerprint(model, source)}-{max_rows}rows.json"
@@ -708,13 +735,14 @@ def drafting(loop: "ServeLoop") -> list[int]:
     return [b for b, row in enumerate(loop.rows) if loop.gamma and row.speculates]
 
 def longest_drafts(loop: "ServeLoop") -> list[int]:
-    "Drafts that each row may get in this round, never beyond its last token."
+    "Drafts that each row may get in this round: none in its first, never beyond its last token."
     most = [0] * len(loop.rows)
     for b in drafting(loop):
         wanted = loop.rows[b].request.num_draft_tokens
-        most[b] = max(0, min(loop.gamma if wanted is None else wanted, loop.rows[b].n_left - 1))
+        if loop.rows[b].stats.completion_tokens: most[b] = min(loop.gamma if wanted is None else wanted, loop.rows[b].n_left - 1)
     return most
 
+# %% ../nbs/14_serve_loop.ipynb #80843c9d
 def chances(loop: "ServeLoop", most: list[int], conf: np.ndarray | None = None) -> np.ndarray: # (R, gamma)
     "Confidences, or else what is usual, of the drafts that the planner decides on; 0 for all others."
     out = np.zeros((len(most), loop.gamma))
@@ -731,12 +759,13 @@ def planned(loop: "ServeLoop", most: list[int], lengths: list[int]) -> list[int]
     own = [row.request.num_draft_tokens is not None for row in loop.rows]
     return [m if o else n for m, o, n in zip(most, own, lengths)]
 
+# %% ../nbs/14_serve_loop.ipynb #4c3d5d29
 def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     "Drafts of the rows that speculate, and how many of each row's are verified."
     drafters, most, planner = drafting(loop), longest_drafts(loop), loop.planner
     lengths = most
     if planner is not None and any(most):
-        plan = planner.worth_drafting(chances(loop, most), len(drafters))
+        plan = worth_drafting(planner, chances(loop, most), len(drafters))
         lengths = planned(loop, most, plan or [0] * len(most))
         if plan and planner.confident: lengths = most
     n = max(lengths, default=0)
@@ -752,6 +781,7 @@ def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     for b, m in zip(drafters, have): out[b] = min(lengths[b], m)
     return draft, out
 
+# %% ../nbs/14_serve_loop.ipynb #2de14f7a
 def packed_ids(loop: "ServeLoop", draft: Draft | None, lengths: list[int]) -> mx.array: # (P,)
     "Anchor and drafts of each row, one row behind another."
     anchors = mx.array([row.tokens[-1] for row in loop.rows], dtype=mx.uint32)
@@ -802,15 +832,24 @@ def judge_round(loop: "ServeLoop", logits: mx.array, picked: Picked, drafts: lis
         kept.append(n)
         if n_before == 0 and row.event.tokens: row.stats.first_token_s = loop.clock() - row.submitted
         count(row.stats, width - 1, n)
-        loop.count(width - 1, n, len(row.event.tokens))
+        count_all(loop.counters, width - 1, n, len(row.event.tokens))
     return kept
 
+# %% ../nbs/14_serve_loop.ipynb #da882df7
 def count(books: Stats, n_drafted: int, n_accepted: int) -> None:
     "Enter a round."
     books.n_rounds, books.n_drafted, books.n_accepted = books.n_rounds + 1, books.n_drafted + n_drafted, books.n_accepted + n_accepted
     for column, n in ((books.drafted_by_position, n_drafted), (books.accepted_by_position, n_accepted)):
         column += [0] * (n - len(column))
         for i in range(n): column[i] += 1
+
+def count_all(counters: dict, n_drafted: int, n_accepted: int, n_tokens: int) -> None:
+    "Enter one row's part of a round in the books of the loop."
+    counters["tokens"] += n_tokens
+    counters["verify_lengths"][n_drafted] = counters["verify_lengths"].get(n_drafted, 0) + 1
+    for name, n in (("drafted", n_drafted), ("accepted", n_accepted)):
+        counters[name] += [0] * (n - len(counters[name]))
+        for i in range(n): counters[name][i] += 1
 
 # %% ../nbs/14_serve_loop.ipynb #0ddb449a
 def commit_round(loop: "ServeLoop", anchors: list[int], kept: list[int], widths: list[int], taps: mx.array | None) -> None:
@@ -825,6 +864,7 @@ def commit_round(loop: "ServeLoop", anchors: list[int], kept: list[int], widths:
         taps = taps[mx.array(at)]
     loop.sources.observe(tokens, [1 + kept[b] for b in rows], taps)
 
+# %% ../nbs/14_serve_loop.ipynb #c4611ed2
 def run_round(loop: "ServeLoop") -> list[Event]:
     "One draft/verify round of all rows."
     if not loop.rows: return []
@@ -847,16 +887,18 @@ def watch_round(loop: "ServeLoop", draft: Draft | None, lengths: list[int], kept
     if loop.planner is None: return
     if draft is not None:
         for row, n, a in zip(loop.rows, lengths, kept):
-            if n: loop.planner.observe(row, n, a)
+            if n: watch_row(loop.planner, row, n, a)
     part = None if draft is None else draft.tokens.shape[1] / loop.gamma
-    loop.planner.timed(ms, len(drafting(loop)), len(lengths) + sum(lengths), part)
+    watch_time(loop.planner, ms, len(drafting(loop)), len(lengths) + sum(lengths), part)
 
+# %% ../nbs/14_serve_loop.ipynb #d0739d8d
 def close_event(loop: "ServeLoop", row: Row) -> Event:
     "The row's event of this round, its last one if it has finished."
     event, row.event = row.event or Event(row.request.id), None
     event.text = row.speller.take()
     if row.finish is None: return event
-    event.text += row.speller.finish() if row.finish in ("stop", "length") else ""
+    if row.finish in ("stop", "length"): event.text += row.speller.finish()
+    if row.speller.stopped: row.finish = "stop"
     event.finish, event.error, event.stats = row.finish, row.error, row.stats
     row.stats.decode_s = loop.clock() - row.joined if row.joined else 0.0
     if row.request.keep_state and row.finish in ("stop", "length"): event.state = save_state(loop, row)
@@ -882,6 +924,7 @@ def prefill_chunk(loop: "ServeLoop", row: Row, budget: int) -> int: # tokens fed
     if row.source is not None: row.source.observe([chunk], [len(chunk)], taps)
     return len(chunk)
 
+# %% ../nbs/14_serve_loop.ipynb #79d2f045
 def join(loop: "ServeLoop", row: Row) -> None:
     "From now on the row decodes."
     row.joined = loop.clock()
@@ -895,7 +938,7 @@ def admit(loop: "ServeLoop") -> None:
     budget = loop.prefill_step_size
     while budget > 0:
         if loop.joining is None:
-            if not loop.queue or not loop.has_room(loop.queue[0]): return
+            if not loop.queue or len(loop.rows) == loop.max_rows or not fits(loop, loop.queue[0]): return
             loop.joining = loop.queue.popleft()
             begin(loop, loop.joining)
         row = loop.joining
@@ -904,6 +947,7 @@ def admit(loop: "ServeLoop") -> None:
         loop.joining = None
         join(loop, row)
 
+# %% ../nbs/14_serve_loop.ipynb #4ee5cc80
 def leave(loop: "ServeLoop", gone: list[Row]) -> None:
     "Free the rows of these requests."
     for row in gone:
@@ -915,6 +959,7 @@ def leave(loop: "ServeLoop", gone: list[Row]) -> None:
         loop.rows[b] = loop.rows[last]
         loop.rows.pop()
         loop.sources.keep([before.index(loop.rows[b]) for b in drafting(loop)])
+        del loop.ids[row.request.id]
 
 # %% ../nbs/14_serve_loop.ipynb #9076da78
 def check_request(loop: "ServeLoop", r: Request) -> None:
@@ -952,8 +997,9 @@ def row_cache(model: nn.Module, tap_layers: tuple):
     if problem is None: return cache, None
     return SeparateCaches(model), f"{name} decodes row after row and without drafts: it can't be packed ({problem})"
 
-class ServeLoop:
-    "Many requests on one target: `submit`, then `step` until it isn't `busy`. To be used by one thread."
+# %% ../nbs/14_serve_loop.ipynb #4b528654
+class Loop:
+    "What a loop is made of."
     def __init__(
         self,
         model: nn.Module,
@@ -967,27 +1013,40 @@ class ServeLoop:
         memory_limit_gb: float | None = None,
         clock=time.perf_counter,
     ):
-        for name, n, least in (("max_rows", max_rows, 1), ("prefill_step_size", prefill_step_size, 1), ("num_draft_tokens", num_draft_tokens or 0, 0)):
-            if n < least: raise ValueError(f"{name} must be >= {least}, got {n}")
-        if not 0 <= confidence_threshold <= 1: raise ValueError(f"confidence_threshold must be in 0..1, got {confidence_threshold}")
-        self.model, self.tokenizer = model, tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        check_options(max_rows, num_draft_tokens, confidence_threshold, prefill_step_size)
+        if not isinstance(tokenizer, TokenizerWrapper): tokenizer = TokenizerWrapper(tokenizer)
         source = as_source(draft_model, target=model)
         self.cache, problem = row_cache(model, source.tap_layers)
-        self.gamma = 0 if problem else num_draft_tokens if num_draft_tokens is not None else source.max_draft
         if problem: warnings.warn(problem, stacklevel=2)
-        if getattr(model, "_offload", None) is not None and max_rows > 1:
-            warnings.warn("with expert offload requests run one at a time: the experts of several would push each other out", stacklevel=2)
-            max_rows = 1
-        self.sources, self.max_rows, self.threshold, self.prefill_step_size = SourceRows(source, model), max_rows, confidence_threshold, prefill_step_size
-        self.limit, self.clock, self.rows, self.joining, self.queue = memory_limit(memory_limit_gb), clock, [], None, deque()
-        self.ids, self.cancelled, self.counters = {}, [], dict(rounds=0, tokens=0, drafted=[], accepted=[], verify_lengths={})
-        self.weights = weight_bytes([model] + [m for m in vars(source).values() if isinstance(m, nn.Module)])
+        self.model, self.tokenizer, self.max_rows = model, tokenizer, rows_allowed(model, max_rows)
+        self.gamma = 0 if problem else source.max_draft if num_draft_tokens is None else num_draft_tokens
+        self.threshold, self.prefill_step_size, self.clock = confidence_threshold, prefill_step_size, clock
+        self.sources, self.rows, self.joining, self.queue, self.ids, self.cancelled = SourceRows(source, model), [], None, deque(), {}, []
+        self.counters = dict(rounds=0, tokens=0, drafted=[], accepted=[], verify_lengths={})
+        models = [model] + [m for m in vars(source).values() if isinstance(m, nn.Module)]
+        self.limit, self.weights = memory_limit(memory_limit_gb), weight_bytes(models)
         self.token_bytes = token_bytes(model) + (draft_token_bytes(source, self.sources.fresh([0])) if self.gamma else 0)
         scheduled = self.gamma > 0 and num_draft_tokens is None and confidence_threshold == 0
-        self.planner = make_planner(model, source, max_rows) if scheduled else None
+        self.planner = make_planner(model, source, self.max_rows) if scheduled else None
         self.open = ExitStack()
         self.open.enter_context(wired_limit(model))
 
+# %% ../nbs/14_serve_loop.ipynb #579328eb
+def check_options(max_rows: int, n_draft: int | None, threshold: float, step_size: int) -> None:
+    "Refuse options of a loop that are out of range."
+    for name, n, least in (("max_rows", max_rows, 1), ("prefill_step_size", step_size, 1), ("num_draft_tokens", n_draft or 0, 0)):
+        if n < least: raise ValueError(f"{name} must be >= {least}, got {n}")
+    if not 0 <= threshold <= 1: raise ValueError(f"confidence_threshold must be in 0..1, got {threshold}")
+
+def rows_allowed(model: nn.Module, max_rows: int) -> int:
+    "One, when the target's experts are read from disk."
+    if getattr(model, "_offload", None) is None or max_rows == 1: return max_rows
+    warnings.warn("with expert offload requests run one at a time: the experts of several would push each other out", stacklevel=3)
+    return 1
+
+# %% ../nbs/14_serve_loop.ipynb #d7956b07
+class ServeLoop(Loop):
+    "Many requests on one target: `submit`, then `step` until it isn't `busy`. To be used by one thread."
     @property
     def busy(self) -> bool: return bool(self.queue or self.rows or self.joining or self.cancelled)
     @property
@@ -1000,45 +1059,27 @@ class ServeLoop:
     def submit(self, request: Request) -> str:
         "Put a request in line; its id."
         check_request(self, request)
-        r = copy.copy(request)
-        r.prompt = list(map(int, request.prompt))
-        r.sampling, r.processors = r.sampling or Sampling(), list(r.processors)
-        stop_tokens = frozenset(self.tokenizer.eos_token_ids if r.stop_tokens is None else r.stop_tokens)
-        row = Row(r, stop_tokens, Speller(self.tokenizer, tuple(r.stop)), Stats(len(r.prompt)), self.clock(),
-                  random.getrandbits(63) if r.seed is None else r.seed, list(r.prompt))
-        self.ids[r.id] = row
+        row = waiting_row(self, request)
+        self.ids[row.request.id] = row
         self.queue.append(row)
-        return r.id
+        return row.request.id
 
     def cancel(self, id: str) -> bool:
         "End a request before the next round; False if there is none of this id."
         row = self.ids.get(id)
-        if row is None: return False
-        if row.finish is None:
+        if row is not None and row.finish is None:
             row.finish = "cancelled"
             self.cancelled.append(row)
-        return True
+        return row is not None
 
     def step(self) -> list[Event]:
         "One round: cancelled requests leave, waiting ones are prefilled, all others get their tokens."
         events = drop_cancelled(self)
         admit(self)
         events += run_round(self)
-        gone = [row for row in self.rows if row.finish is not None]
-        leave(self, gone)
-        for row in gone: del self.ids[row.request.id]
+        leave(self, [row for row in self.rows if row.finish is not None])
         return events
 
-    def count(self, n_drafted: int, n_accepted: int, n_tokens: int) -> None:
-        "Enter one row's part of a round."
-        c = self.counters
-        c["tokens"] += n_tokens
-        c["verify_lengths"][n_drafted] = c["verify_lengths"].get(n_drafted, 0) + 1
-        for name, n in (("drafted", n_drafted), ("accepted", n_accepted)):
-            c[name] += [0] * (n - len(c[name]))
-            for i in range(n): c[name][i] += 1
-
-    def has_room(self, row: Row) -> bool: return len(self.rows) < self.max_rows and fits(self, row)
     def memory(self) -> dict: return memory(self)
     def check(self, n_prompt: int, max_tokens: int) -> None: check_fits(self, n_prompt, max_tokens)
 
@@ -1047,7 +1088,16 @@ class ServeLoop:
         self.cache.clear()
         self.open.close()
 
-# %% ../nbs/14_serve_loop.ipynb #4b528654
+# %% ../nbs/14_serve_loop.ipynb #c12efd03
+def waiting_row(loop: Loop, request: Request) -> Row:
+    "What stands in line for a request."
+    r = copy.copy(request)
+    r.prompt, r.sampling, r.processors = list(map(int, r.prompt)), r.sampling or Sampling(), list(r.processors)
+    stop_tokens = frozenset(loop.tokenizer.eos_token_ids if r.stop_tokens is None else r.stop_tokens)
+    seed = random.getrandbits(63) if r.seed is None else r.seed
+    return Row(r, stop_tokens, Speller(loop.tokenizer, tuple(r.stop)), Stats(len(r.prompt)), loop.clock(), seed, list(r.prompt))
+
+# %% ../nbs/14_serve_loop.ipynb #fa9aa7ca
 def drop_cancelled(loop: ServeLoop) -> list[Event]:
     "Free what cancelled requests hold; their last events."
     gone, loop.cancelled = loop.cancelled, []
@@ -1057,7 +1107,7 @@ def drop_cancelled(loop: ServeLoop) -> list[Event]:
             loop.joining = None
             loop.cache.drop_last()
         else: loop.queue.remove(row)
-        del loop.ids[row.request.id]
+        loop.ids.pop(row.request.id, None)
     return [close_event(loop, row) for row in gone]
 
 # %% ../nbs/14_serve_loop.ipynb #374aa629
@@ -1073,6 +1123,7 @@ def fits(loop: ServeLoop, row: Row) -> bool:
     longest = max(map(final_length, [row, *loop.rows]))
     return not loop.rows or loop.weights + kv_bytes(loop, len(loop.rows) + 1, longest) <= loop.limit
 
+# %% ../nbs/14_serve_loop.ipynb #86640b42
 def token_bytes(model: nn.Module) -> int:
     "Bytes of one token's keys and values."
     return sum(c.nbytes // c.keys.shape[2] for c in probe_cache(model) if getattr(c, "keys", None) is not None)
@@ -1094,7 +1145,8 @@ def check_fits(loop: ServeLoop, n_prompt: int, max_tokens: int) -> None:
     needed, n = kv_bytes(loop, 1, n_prompt + max_tokens), n_prompt + max_tokens
     if loop.weights + needed <= loop.limit: return
     gb = [f"{x / 1e9:.3g} GB" for x in (loop.weights, needed, loop.weights + needed, loop.limit)]
-    raise MemoryError(f"{n_prompt} + {max_tokens} tokens need {gb[0]} for weights and {gb[1]} for keys and values, {gb[2]} in all, and {gb[3]} are there")
+    raise MemoryError(f"{n_prompt} + {max_tokens} tokens need {gb[0]} for weights and {gb[1]} for keys and values, "
+                      f"{gb[2]} in all, and {gb[3]} are there")
 
 # %% ../nbs/14_serve_loop.ipynb #780e5c98
 def save_state(loop: ServeLoop, row: Row) -> PromptState:
@@ -1103,7 +1155,7 @@ def save_state(loop: ServeLoop, row: Row) -> PromptState:
     n, kv = loop.cache.lengths[b], loop.cache.save(b)
     place, source = {b: i for i, b in enumerate(drafting(loop))}.get(b), None
     if place is not None:
-        arrays, meta = loop.sources.row(place).state()
+        arrays, meta = source_of_row(loop.sources, place).state()
         mx.eval(arrays)
         source = {k: mx.array(x) for k, x in arrays.items()}, meta
     return PromptState(row.tokens[:n], kv, source)
@@ -1129,6 +1181,7 @@ class BatchResponse:
     stats: list[Stats]
     logprobs: list | None = None
 
+# %% ../nbs/14_serve_loop.ipynb #4e3e950c
 def batch_generate(
     model: nn.Module,
     tokenizer,

@@ -307,7 +307,8 @@ def _trim(self, layer: int, read: Iterable, stay: Iterable):
     for (region, first, length), (_, second, _) in zip(self.spans(layer, 0), self.spans(layer, min(1, n - 1))):
         stride = second - first
         for a, b in _gaps(read, stay, n, -(-WINDOW // max(stride, 1))):
-            start, end = _up(region.at(first + a * stride)), _down(region.at(first + b * stride + length))
+            start = _up(region.at(first + (a - 1) * stride + length)) if a else region.address
+            end = _down(region.at(first + (b + 1) * stride)) if b < n - 1 else region.address + _up(region.n_bytes)
             _advise(start, end - start, MADV_DONTNEED)
 
 def _fetch(self, key: tuple, populate: bool):

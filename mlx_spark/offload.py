@@ -206,7 +206,9 @@ class Offload:
 def _begin(self, top_k: int):
     "Make the policy."
     self.top_k, budget, name = top_k, max(self.budget_bytes, 1), self.asked_policy   # a policy wants a positive budget; one byte keeps nothing
-    if not self.by_name: self.policy, self.policy_name = name, type(name).__name__; return
+    if not self.by_name:
+        self.policy, self.policy_name = name, type(name).__name__
+        return _set_budget(name, budget)
     if budget < self.pool_bytes:
         name, why = guard_cycle(name, budget, self.expert_bytes, top_k)
         if why: warnings.warn(why, stacklevel=2)
@@ -381,7 +383,7 @@ def attach(
     mapped: MappedExperts, # of this model
     *,
     budget: str | int | float = "100%", # of all experts, see `budget_in_bytes`
-    policy: str | Policy = "lru",       # a name of `residency.POLICIES`, or a fresh policy of one's own
+    policy: str | Policy = "lru",       # a name of `residency.POLICIES`, or a fresh policy of one's own, which gets this budget
     per_layer: bool = False,            # every layer gets the same share
     governor: bool | Callable = True,   # follow the system's memory pressure; a function is asked instead of `read_pressure`
     threads: int = 8,                   # that wait for the disk

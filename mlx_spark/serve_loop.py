@@ -7,10 +7,10 @@ __all__ = ['MOST_UNSEEN', 'SourceRows', 'source_of_row', 'one_block', 'side_by_s
            'worth_drafting', 'watch_row', 'watch_time', 'profile_rows', 'rising', 'doubling', 'best_ms', 'make_planner',
            'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned', 'draft_round', 'packed_ids', 'Picked',
            'pick_round', 'judge_round', 'count', 'count_all', 'commit_round', 'run_round', 'watch_round', 'close_event',
-           'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'Loop', 'waiting_row', 'check_options',
-           'rows_allowed', 'ServeLoop', 'drop_cancelled', 'kv_bytes', 'final_length', 'fits', 'token_bytes',
-           'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state', 'BatchResponse', 'batch_generate',
-           'collect']
+           'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'Loop', 'waiting_row', 'warm_up',
+           'check_options', 'rows_allowed', 'ServeLoop', 'drop_cancelled', 'kv_bytes', 'final_length', 'fits',
+           'token_bytes', 'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state', 'BatchResponse',
+           'batch_generate', 'collect']
 
 # %% ../nbs/14_serve_loop.ipynb #0913d30f
 import copy
@@ -315,6 +315,7 @@ def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     if n == 0: return None, [0] * len(most)
     wants = loop.threshold > 0 or planner is not None and planner.confident
     draft = loop.sources.propose([loop.rows[b].tokens[-1] for b in drafters], n, want_confidence=wants)
+    mx.async_eval(draft.tokens)
     have, conf = draft.lengths or [draft.tokens.shape[1]] * len(drafters), None
     if wants and draft.confidence is not None: conf = np.array(draft.confidence, dtype=np.float64)
     if conf is not None and loop.threshold > 0: have = [min(x) for x in zip(have, threshold_lengths(conf, loop.threshold))]
@@ -554,6 +555,7 @@ class Loop:
         models = [model] + [m for m in vars(source).values() if isinstance(m, nn.Module)]
         self.limit, self.weights = memory_limit(memory_limit_gb), weight_bytes(models)
         self.token_bytes = token_bytes(model) + (draft_token_bytes(source, self.sources.fresh([0])) if self.gamma else 0)
+        warm_up(self)
         scheduled = self.gamma > 0 and num_draft_tokens is None and confidence_threshold == 0
         self.planner = make_planner(model, source, self.max_rows) if scheduled else None
         self.open = ExitStack()
@@ -567,6 +569,17 @@ def waiting_row(loop: Loop, request: Request) -> Row:
     stop_tokens = frozenset(loop.tokenizer.eos_token_ids if r.stop_tokens is None else r.stop_tokens)
     seed = random.getrandbits(63) if r.seed is None else r.seed
     return Row(r, stop_tokens, Speller(loop.tokenizer, tuple(r.stop)), Stats(len(r.prompt)), loop.clock(), seed, list(r.prompt))
+
+def warm_up(loop: Loop) -> None:
+    "One token through target and draft source: what they compute on first use is computed in this thread, and errors show now."
+    loop.cache.add()
+    logits, taps = loop.cache.feed(0, mx.array([[0]], dtype=mx.uint32), tap=True)
+    mx.eval(logits)
+    if loop.gamma:
+        one = loop.sources.fresh([0, 0])
+        one.observe([[0]], [1], taps)
+        mx.eval(one.propose([0], 1).tokens)
+    loop.cache.drop_last()
 
 def check_options(max_rows: int, n_draft: int | None, threshold: float, step_size: int) -> None:
     "Refuse options of a loop that are out of range."

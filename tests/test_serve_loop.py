@@ -1,4 +1,5 @@
 "Requests that come and go: every one gets what it would get alone."
+import copy
 import threading
 import warnings
 from functools import lru_cache
@@ -10,13 +11,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mlx_spark import ragged, serve_loop
-from mlx_spark.dspark import DSparkConfig, DSparkDrafter
+from mlx_spark.dspark import DSparkConfig, DSparkDrafter, DSparkSource
 from mlx_spark.generate import compare_ids, stream_generate
 from mlx_spark.ragged import RaggedCache, Round, grouped, packing_error
 from mlx_spark.request import uniform
 from mlx_spark.scheduler import Costs
 from mlx_spark.serve_loop import BatchCosts, BatchPlanner, Request, ServeLoop, batch_generate
 from mlx_spark.sources import Draft, PromptLookup
+from mlx_spark.taps import Taps
 from mlx_spark.targets import TINY_EOS, parts, tiny_target
 from mlx_spark.verify import Sampling, target_probs
 
@@ -373,6 +375,9 @@ def test_many_short_prompts_join_in_one_step():
     loop = ServeLoop(*tiny(), max_rows=8, prefill_step_size=64)
     for i in range(8): loop.submit(Request(prompt_of(i, 9), 5))
     assert len({e.id for e in loop.step()}) == 8
+    while loop.busy: loop.step()
+    for i in range(8): loop.submit(Request(prompt_of(i, 33), 30, stop_tokens=NO_STOP))
+    assert [len({e.id for e in loop.step()}) for _ in range(4)] == [2, 4, 6, 8], "64 prompt tokens a step"
 
 
 def test_buffer_is_not_copied_in_a_round():
@@ -507,6 +512,43 @@ def test_state_of_a_prefix():
     for n in (0, 99):
         with pytest.raises(ValueError, match=f"has no prefix of {n}"): state.prefix(n)
     with pytest.raises(ValueError, match="that the prompt of 26 doesn't begin with"): loop.submit(Request(q, 12, prompt_state=state))
+
+
+class Knowing(DSparkSource):
+    "Takes in hidden states as a drafter does, and drafts what `Often` drafts."
+    def start(self, prompts, **how):
+        super().start(prompts, **how)
+        self.often = Often(self.answers)
+        self.often.start(prompts, **how)
+    def observe(self, tokens, n, taps=None):
+        super().observe(tokens, n, taps)
+        self.often.observe(tokens, n)
+    def propose(self, anchor, n, **how): return self.often.propose(anchor, n)
+    def keep(self, rows):
+        super().keep(rows)
+        self.often = copy.copy(self.often)
+        self.often.keep(rows)
+    def join(self, other):
+        super().join(other)
+        self.often.rows = self.often.rows + other.often.rows
+
+
+def test_hidden_states_reach_the_drafter():
+    "Its context after a batch with joins, leaves and rejected drafts is that of one pass over the same tokens."
+    model, tokenizer = tiny("gemma3")
+    source, prompts, limits = Knowing(drafter("gemma3"), model), [prompt_of(i, 5 + 9 * i) for i in range(5)], [30, 8, 21, 14, 25]
+    source.answers = [p + alone("gemma3", tuple(p), 40) for p in prompts]
+    loop = ServeLoop(model, tokenizer, draft_model=source, num_draft_tokens=4, max_rows=3, prefill_step_size=16)
+    ids = [loop.submit(Request(p, n, keep_state=True)) for p, n in zip(prompts, limits)]
+    out = drain(loop)
+    for id, p, n in zip(ids, prompts, limits):
+        check_alone("gemma3", p, out[id][0], n)
+        state, cache = out[id][2].state, source.drafter.make_cache()
+        with Taps(model, source.tap_layers) as taps: model(mx.array([state.tokens]))
+        source.drafter.extend(taps.take(), cache)
+        m = len(state.tokens)
+        assert state.source[1]["lengths"] == [m] and 0 < out[id][2].stats.n_accepted < out[id][2].stats.n_drafted
+        np.testing.assert_allclose(np.array(state.source[0]["kv"])[:, :, :m], np.array(cache.kv)[:, :, :m], atol=2e-3)
 
 
 # ---- how many drafts ----
@@ -649,3 +691,27 @@ def test_batch_generate():
     assert [len(x) for x in r.ids] == [len(x) for x in r.logprobs] == [4, 6] and [s.completion_tokens for s in r.stats] == [4, 6]
     again = batch_generate(*tiny(), [[1, 2, 3]], max_tokens=6, sampler=Sampling(temp=1.0), seed=4)
     assert again.ids[0] == r.ids[1] and again.texts[0] == r.texts[1]
+
+
+@pytest.mark.parametrize("law", (Sampling(), Sampling(temp=1.0)))
+def test_no_choice_of_lengths_biases_an_answer(law, monkeypatch):
+    "Not even one that looks at the drafts: verify a draft only where it is an even token, or at random."
+    model, tokenizer = tiny()
+    prompts, rng = [prompt_of(i, 4 + i) for i in range(3)], np.random.default_rng(0)
+    run = lambda **options: batch_generate(model, tokenizer, prompts, max_tokens=24, sampler=law, seed=1, **options).ids
+    plain, draft_round = run(), serve_loop.draft_round
+    for choose in (lambda ids: next((i for i, t in enumerate(ids) if t % 2), len(ids)), lambda ids: int(rng.integers(0, len(ids) + 1))):
+        def biased(loop):
+            draft, lengths = draft_round(loop)
+            return draft, [choose(ids[:n]) for ids, n in zip(draft.tokens.tolist(), lengths)] if draft else lengths
+        monkeypatch.setattr(serve_loop, "draft_round", biased)
+        assert run(draft_model=model, num_draft_tokens=4) == plain
+
+
+def test_made_in_one_thread_and_turned_in_another():
+    model, tokenizer = tiny()
+    loop, out = ServeLoop(model, tokenizer, draft_model=drafter(), num_draft_tokens=4), []
+    ids = [loop.submit(Request(prompt_of(i, 6), 9)) for i in range(3)]
+    thread = threading.Thread(target=lambda: out.append(drain(loop)))
+    thread.start(); thread.join()
+    for i, id in enumerate(ids): check_alone("llama", prompt_of(i, 6), out[0][id][0], 9)

@@ -1,11 +1,16 @@
-"""Does the schedule ever lose to the best fixed length? Tokens a second of SmolLM2-135M on a CPU, greedy, with three drafters.
+"""Does the schedule ever lose to the best fixed length? Speed of SmolLM2-135M on a CPU, greedy, with three drafters.
 
 The drafters: the shipped one (good), the same with noise in its weights (weak; its calibration no longer fits), and fresh
 weights (random). The ways: plain decoding, every fixed length 1..7, and lengths chosen by the planner, parking included.
-Columns take turns prompt by prompt in one process, in another order for each prompt. Every run is a file, so the measuring
-can be stopped after `--seconds` and continued; the report takes what is there. All ids are compared with plain decoding.
 
-    python benchmarks/sweep_smollm2.py measure --raw DIR [--prompts 3] [--max-tokens 192] [--seconds 300]
+A shared machine changes its speed by a factor of two within a minute, so time is counted in a unit that changes with it:
+after every fourth cycle one target pass over one token is timed on a cache of its own, the clock standing still meanwhile,
+and what a cycle took is divided by the median of the nearest passes. Columns take turns, in another order for each prompt;
+random drafts cost the same wherever the text is, so their fixed lengths are measured on 48 tokens only. Every run is a
+file: the measuring can be stopped after `--seconds` and continued, the report takes what is there. All ids are compared
+with plain decoding.
+
+    python benchmarks/sweep_smollm2.py measure --raw DIR [--prompts 2] [--max-tokens 160] [--seconds 300]
     python benchmarks/sweep_smollm2.py report --raw DIR [--out benchmarks/results/sweep_smollm2.json]
 """
 import argparse
@@ -45,8 +50,28 @@ def make_drafter(kind: str, model):
     return drafter
 
 
-def one_run(model, source, prompt: list[int], way: str, n_tokens: int) -> dict:
-    "Ids, time of each, and the cycles of one decoding."
+class Reference:
+    "A target pass over one token, timed."
+    def __init__(self, model):
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+        self.model, self.cache = model, make_prompt_cache(model)
+        mx.eval(model(mx.arange(10, 74)[None], cache=self.cache))
+
+    def ms(self) -> float:
+        import mlx.core as mx
+        from mlx_lm.generate import generation_stream
+        from mlx_lm.models.cache import trim_prompt_cache
+        mx.synchronize(generation_stream)
+        tic = time.perf_counter()
+        with mx.stream(generation_stream): mx.eval(self.model(mx.array([[10]]), cache=self.cache))
+        toc = time.perf_counter()
+        trim_prompt_cache(self.cache, 1)
+        return 1e3 * (toc - tic)
+
+
+def one_run(model, source, prompt: list[int], way: str, n_tokens: int, reference: Reference) -> dict:
+    "Ids, time of each, the cycles of one decoding, and the reference passes on the way."
     import mlx.core as mx
     from mlx_spark.generate import plan, plain_step, speculative_step
     how, planner = {}, None
@@ -54,16 +79,20 @@ def one_run(model, source, prompt: list[int], way: str, n_tokens: int) -> dict:
         planner = plan(model, source, None, context=len(prompt), n_draft=None, seed=None)
         how = dict(planner=planner)
     elif way != "plain": how = dict(num_draft_tokens=int(way))
-    ids, at, cycles, last = [], [], [], None
+    ids, at, cycles, last, refs, stood = [], [], [], None, [], 0.0
     steps = plain_step(mx.array(prompt), model, max_tokens=n_tokens) if way == "plain" else speculative_step(
         mx.array(prompt), model, source, max_tokens=n_tokens, **how)
     for step in steps:
-        at.append(time.perf_counter())
+        at.append(1e3 * time.perf_counter() - stood)
         ids.append(int(step.token))
-        if step.cycle is not last:
-            last = step.cycle
-            cycles.append((last.verify_length, last.n_accepted, int(last.parked)))
-    out = {"ids": ids, "ms": [round(1e3 * (t - at[0]), 1) for t in at], "cycles": cycles[1:]}
+        new = way == "plain" or step.cycle is not last
+        if new: cycles.append((step.cycle.verify_length, step.cycle.n_accepted, int(step.cycle.parked)))
+        if new and len(cycles) % 4 == 1:
+            ms = reference.ms()
+            refs.append((len(ids), round(ms, 1)))
+            stood += ms
+        last = step.cycle
+    out = {"ids": ids, "ms": [round(t - at[0], 1) for t in at], "cycles": cycles[1:], "reference": refs}
     if planner is not None: out |= {"round_ms": planner.round_ms.round(2).tolist(), "plain_ms": round(planner.plain_ms, 2)}
     return out
 
@@ -77,7 +106,7 @@ def measure(args) -> None:
     began, sources = time.perf_counter(), {}
     model, tokenizer = load("smollm2-135m", dtype=mx.float32)
     args.raw.mkdir(parents=True, exist_ok=True)
-    warm = False
+    reference, warm = Reference(model), False
     for i, text in enumerate(PROMPTS[:args.prompts]):
         columns = [(kind, way) for way in WAYS for kind in (DRAFTERS if way != "plain" else ("none",))]
         random.Random(i).shuffle(columns)
@@ -87,16 +116,25 @@ def measure(args) -> None:
             if time.perf_counter() - began > args.seconds: return
             if kind not in sources: sources[kind] = None if kind == "none" else as_source(make_drafter(kind, model), target=model)
             prompt = chat_ids(tokenizer, text)
-            if not warm: one_run(model, None, prompt, "plain", 8)
+            if not warm: one_run(model, None, prompt, "plain", 8, reference)
             warm = True
-            path.write_text(json.dumps(one_run(model, sources[kind], prompt, way, args.max_tokens)))
+            n_tokens = min(48, args.max_tokens) if kind == "random" and way != "scheduled" else args.max_tokens
+            path.write_text(json.dumps(one_run(model, sources[kind], prompt, way, n_tokens, reference)))
             print(path.name, f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
+def steps_of(run: dict) -> np.ndarray: # (tokens,)
+    "Time of each token behind the first, in reference passes."
+    at, ref = np.array(run["reference"], dtype=float).T
+    near = np.array([np.median(ref[max(i - 2, 0):i + 3]) for i in range(len(ref))])
+    ms = np.array(run["ms"])
+    return np.r_[0.0, np.cumsum(np.diff(ms) / np.interp(np.arange(1, len(ms)) + .5, at, near))]
+
+
 def speed(run: dict, start: int = 1) -> float:
-    "Tokens a second behind the first `start` tokens."
-    ms = run["ms"]
-    return 1e3 * (len(ms) - start) / (ms[-1] - ms[start - 1])
+    "Tokens for the time of a reference pass, behind the first `start` tokens."
+    t = steps_of(run)
+    return (len(t) - start) / (t[-1] - t[start - 1])
 
 
 def report(args) -> None:
@@ -109,22 +147,22 @@ def report(args) -> None:
     rows = []
     for kind in DRAFTERS:
         of = lambda way: [plain[i] if way == "plain" else runs[i, kind, way] for i in complete]
-        tok_s = {way: [round(speed(r), 3) for r in of(way)] for way in WAYS}
-        pooled = {way: sum(len(r["ms"]) - 1 for r in of(way)) / sum(r["ms"][-1] for r in of(way)) * 1e3 for way in WAYS}
+        speeds = {way: [round(speed(r), 4) for r in of(way)] for way in WAYS}
+        pooled = {way: sum(len(r["ms"]) - 1 for r in of(way)) / sum(steps_of(r)[-1] for r in of(way)) for way in WAYS}
         best = max((w for w in WAYS if w != "scheduled"), key=pooled.get)
         cycles = [c for r in of("7") for c in r["cycles"]]
         rows.append({
-            "drafter": kind, "tau_at_7": round(float(np.mean([a + 1 for _, a, _ in cycles])), 3), "tok_s": tok_s,
-            "pooled_tok_s": {w: round(v, 3) for w, v in pooled.items()}, "best_fixed": best,
+            "drafter": kind, "tau_at_7": round(float(np.mean([a + 1 for _, a, _ in cycles])), 3), "speeds": speeds,
+            "pooled": {w: round(v, 4) for w, v in pooled.items()}, "best_fixed": best,
             "scheduled_over_best": round(pooled["scheduled"] / pooled[best], 4),
             "scheduled_over_plain_after_64": round(float(np.median([speed(runs[i, kind, "scheduled"], 64) / speed(plain[i], 64) for i in complete])), 4),
             "parked_share": round(float(np.mean([c[2] for r in of("scheduled") for c in r["cycles"]])), 3),
-            "ids_match": all(r["ids"] == plain[i]["ids"] for w in WAYS for i, r in zip(complete, of(w)))})
-        print(kind, {k: rows[-1][k] for k in ("tau_at_7", "pooled_tok_s", "best_fixed", "scheduled_over_best",
+            "ids_match": all(r["ids"] == plain[i]["ids"][:len(r["ids"])] for w in WAYS for i, r in zip(complete, of(w)))})
+        print(kind, {k: rows[-1][k] for k in ("tau_at_7", "pooled", "best_fixed", "scheduled_over_best",
                                               "scheduled_over_plain_after_64", "parked_share", "ids_match")})
     samples = [{"prompt": i, "drafter": k, "way": w, **{n: v for n, v in runs[i, k, w].items() if n != "ids"}} for i, k, w in runs if i in complete]
     n_tokens = len(plain[complete[0]]["ids"])
-    save_result(args.out, {"model": "smollm2-135m", "dtype": "float32", "max_tokens": n_tokens, "prompts": len(complete), "noise": NOISE, "rows": rows},
+    save_result(args.out, {"model": "smollm2-135m", "dtype": "float32", "max_tokens": n_tokens, "prompts": len(complete), "noise": NOISE, "unit": "tokens for the time of one target pass over one token", "rows": rows},
                 seeds=[0], samples=samples)
 
 
@@ -132,8 +170,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("phase", choices=("measure", "report"))
     parser.add_argument("--raw", type=Path, required=True, help="folder of runs")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--out", type=Path, default=HERE / "results/sweep_smollm2.json")
     args = parser.parse_args()

@@ -846,13 +846,9 @@ def reduce_vocabulary(
 
 # %% ../nbs/05_dspark.ipynb #2aa47d22
 class DSparkSource(DraftSource):
-    "A DSpark drafter behind the seam of `sources`."
+    "A DSpark drafter as a draft source; `window` context positions are kept, `max_draft` tokens a round made (None: all)."
     name = "dspark"
-    def __init__(
-        self, drafter: DSparkDrafter, target: nn.Module, *,
-        window: int | None = None,    # context positions kept; None: all
-        max_draft: int | None = None, # tokens of a round; None: the whole block
-    ):
+    def __init__(self, drafter: DSparkDrafter, target: nn.Module, *, window: int | None = None, max_draft: int | None = None):
         gamma = drafter.config.block_size
         if max_draft is not None and not 1 <= max_draft <= gamma:
             raise ValueError(f"max_draft must be in 1..{gamma}, got {max_draft}")

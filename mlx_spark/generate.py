@@ -5,22 +5,20 @@
 # %% auto #0
 __all__ = ['NO_KV', 'MISSED', 'GenerationResponse', 'Cycle', 'Step', 'read_sampler', 'Decoding', 'open_request', 'some_key',
            'next_key', 'quantize_kv', 'prefill', 'no_draft', 'draft_length', 'propose', 'first_drafts',
-           'cut_at_confidence', 'verify_pass', 'log_probs', 'read_verdict', 'judge', 'draw_rows',
+           'cut_at_confidence', 'read_threshold', 'verify_pass', 'log_probs', 'read_verdict', 'judge', 'draw_rows',
            'restore_random_state', 'judge_rows', 'judge_row', 'run_cycle', 'count_cycle', 'close_cycle', 'catch_up',
            'Fed', 'feed', 'keep_fed', 'parked_cycle', 'settle', 'end_fed', 'finish', 'SourceState', 'remember_source',
            'resume_source', 'save_prompt_cache', 'load_prompt_cache', 'cycles', 'tell_planner', 'speculative_step',
-           'probe_cache', 'check_kv_bits', 'cache_bytes', 'memory_limit', 'machine_memory', 'weight_bytes',
-           'check_memory', 'check_request', 'plain_step', 'vocabulary', 'encode', 'check_options', 'plan', 'find_turns',
-           'stream_generate', 'responses', 'generate', 'Difference', 'compare_ids', 'rows_both_ways']
+           'plain_step', 'vocabulary', 'encode', 'check_options', 'plan', 'find_turns', 'stream_generate', 'responses',
+           'generate', 'Difference', 'compare_ids', 'rows_both_ways']
 
-# %% ../nbs/13_generate.ipynb #4d8bf4df
+# %% ../nbs/13_generate.ipynb #2bbaed2f
 import json
 import os
 import time
 import warnings
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Callable, Generator, NamedTuple
 from uuid import uuid4
@@ -28,7 +26,6 @@ from uuid import uuid4
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 from mlx_lm.generate import maybe_quantize_kv_cache, wired_limit
 from mlx_lm.generate import GenerationResponse as PlainResponse
@@ -37,6 +34,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cache import Rewinder, cache_offset, make_cache
+from .memory import check_request, memory_limit, probe_cache, weight_bytes
 from .scheduler import Planner, plan_request
 from .sources import Draft, DraftSource, NoSource, as_source
 from .taps import Taps
@@ -179,13 +177,13 @@ def draft_length(
 def propose(
     run: Decoding,
     n: int,           # drafts asked for
-    threshold: float, # confidence below which a draft is not verified; 0: verify all
+    threshold,        # confidence below which a draft is not verified, a number or one a position; 0: verify all
 ) -> Draft:
     "Drafts for this cycle, started on the device at once; nothing of them is read."
     if n == 0: return no_draft()
     plan, confident = run.planner, run.planner is not None and run.planner.confident
     if plan is not None and not confident: n = min(n, max(1, plan.verify_length()))
-    wants = dict(want_probs=run.sampling is not None, want_confidence=threshold > 0 or confident)
+    wants = dict(want_probs=run.sampling is not None, want_confidence=confident or bool(np.any(threshold > 0)))
     draft = run.source.propose([run.anchor], n, key=next_key(run), **wants)
     mx.async_eval(draft.tokens)
     draft = cut_at_confidence(draft, threshold)
@@ -198,10 +196,21 @@ def first_drafts(draft: Draft, n: int) -> Draft:
     p_draft, confidence = (None if x is None else x[:, :n] for x in (draft.p_draft, draft.confidence))
     return Draft(draft.tokens[:, :n], p_draft, confidence)
 
-def cut_at_confidence(draft: Draft, threshold: float) -> Draft:
+def cut_at_confidence(draft: Draft, threshold) -> Draft:
     "The drafts before the first whose confidence is below the threshold; all of them when the source has no opinion."
-    if threshold <= 0 or draft.confidence is None: return draft
-    return first_drafts(draft, mx.cumprod(draft.confidence[0] >= threshold).sum().item())
+    if not np.any(threshold > 0) or draft.confidence is None: return draft
+    least = threshold if np.ndim(threshold) == 0 else mx.array(threshold[:draft.tokens.shape[1]])
+    return first_drafts(draft, mx.cumprod(draft.confidence[0] >= least).sum().item())
+
+def read_threshold(threshold, source: DraftSource): # a number, or (gamma,) of them
+    "The threshold that is meant: \"calibrated\" are those that `calibrate --target` left in the drafter's config."
+    if not isinstance(threshold, str): return threshold
+    config = getattr(getattr(source, "drafter", None), "config", None)
+    found = (getattr(config, "calibration", None) or {}).get("thresholds")
+    if threshold != "calibrated" or found is None:
+        raise ValueError(f"confidence_threshold is a number or 'calibrated', got {threshold!r}; thresholds of {source.name!r}: "
+                         f"{found} (mlx_spark calibrate --target makes them)")
+    return np.array(found, dtype=np.float32)
 
 # %% ../nbs/13_generate.ipynb #253a323a
 def verify_pass(run: Decoding, draft: Draft) -> mx.array: # (1, n+1, V) logits
@@ -276,7 +285,7 @@ def run_cycle(
     n: int,           # drafts to ask for
     n_left: int,      # tokens still to come; negative: no limit
     stop_tokens,      # ids after which nothing is committed
-    threshold: float,
+    threshold,        # as in `propose`
 ) -> Cycle:
     "Draft, verify, judge. The tokens are decided, and the cache waits for `close_cycle`."
     draft = propose(run, n, threshold)
@@ -462,7 +471,7 @@ def cycles(
     max_tokens: int,    # -1: no limit
     wanted: int,        # drafts a cycle
     stop_tokens,
-    threshold: float,
+    threshold,          # as in `propose`
 ) -> Generator[Step, None, None]:
     "Cycle after cycle; the first is the prompt's last token without drafts, the last is left for `settle` to close."
     n_out, plan = 0, run.planner
@@ -493,33 +502,30 @@ def speculative_step(
     prompt: mx.array,   # (T,) token ids, T >= 1
     model: nn.Module,   # the target
     source: DraftSource,
-    stream=generation_stream,
-    *,
+    stream=generation_stream, *,
     num_draft_tokens: int | None = None, # drafts a cycle; None: the source's own number
     max_tokens: int = 256,               # -1: no limit
     sampler=None,                        # None, a Sampling, or a function of log-probabilities
     logits_processors: list | None = None,
     prompt_cache: list | None = None,    # updated in place
     max_kv_size: int | None = None,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
+    kv_bits: int | None = None, kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None, # called with tokens done, tokens in all
-    confidence_threshold: float = 0.0,   # 0..1; drafts from the first one below it on are not verified
+    confidence_threshold=0.0,            # 0..1, or one a position; drafts from the first one below it on are not verified
     stop_tokens=frozenset(),             # ids after which nothing is generated
+    turn_tokens=frozenset(),             # ids after which a parked source is tried again sooner
     seed: int | None = None,
     planner: Planner | None = None,      # chooses verify lengths and parks; None: always `num_draft_tokens`
-    turn_tokens=frozenset(),             # ids after which a parked source is tried again sooner
 ) -> Generator[Step, None, None]:
     "What plain decoding of `model` would give, `source` guessing ahead; keywords as in mlx-lm's `generate_step`."
     prompt, keep_cache, failed = prompt.astype(mx.uint32), prompt_cache is not None, False
     cache = prompt_cache if keep_cache else make_cache(model, max_kv_size=max_kv_size)
     kv = dict(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
     run = open_request(prompt, model, source, cache, sampler=sampler, processors=logits_processors, kv=kv, seed=seed)
-    run.planner, run.turns = planner, frozenset(turn_tokens)
+    run.planner, run.turns, progress = planner, frozenset(turn_tokens), prompt_progress_callback or (lambda done, total: None)
     limits = dict(max_tokens=max_tokens, stop_tokens=stop_tokens, threshold=confidence_threshold)
-    progress = prompt_progress_callback or (lambda done, total: None)
     try:
         resume_source(source, cache)
         with mx.stream(stream): prefill(run, prompt, prefill_step_size, progress)
@@ -531,97 +537,6 @@ def speculative_step(
         raise
     finally:
         with mx.stream(stream): finish(run, keep_cache=keep_cache, failed=failed)
-
-# %% ../nbs/13_generate.ipynb #8804e3d2
-def probe_cache(model: nn.Module, max_kv_size: int | None = None) -> list:
-    "A cache with one token in it, of which only the shapes are known."
-    cache = make_cache(model, max_kv_size=max_kv_size)
-    model(mx.zeros((1, 1), dtype=mx.uint32), cache=cache)
-    return cache
-
-def check_kv_bits(cache: list, kv_bits: int, kv_group_size: int) -> None:
-    "Refuse, by name, a cache that mlx-lm cannot keep in `kv_bits`."
-    kinds = ", ".join(sorted({type(c).__name__ for c in cache}))
-    for c in cache:
-        if isinstance(c, lm_cache.QuantizedKVCache) and (c.bits, c.group_size) != (kv_bits, kv_group_size):
-            raise ValueError(f"kv_bits={kv_bits}, kv_group_size={kv_group_size}: this prompt_cache is kept in {c.bits} bits, "
-                             f"groups of {c.group_size}")
-    quantizable = [c for c in cache if hasattr(c, "to_quantized")]
-    if not quantizable and not any(isinstance(c, lm_cache.QuantizedKVCache) for c in cache):
-        raise ValueError(f"kv_bits={kv_bits}: mlx-lm cannot quantize {kinds}")
-    for c in quantizable:
-        try: c.to_quantized(group_size=kv_group_size, bits=kv_bits)
-        except NotImplementedError:
-            raise ValueError(f"kv_bits={kv_bits}: mlx-lm cannot quantize a {type(c).__name__}") from None
-        except ValueError as e: raise ValueError(f"kv_bits={kv_bits}, kv_group_size={kv_group_size}: {e}") from None
-
-# %% ../nbs/13_generate.ipynb #03c17913
-def cache_bytes(
-    cache: list,                # from `probe_cache`
-    n_tokens: int,
-    kv_bits: int | None = None, # of the entries that can be quantized
-    kv_group_size: int = 64,
-) -> int:
-    "Bytes that such a cache takes when it holds `n_tokens`; a window counts no further than it reaches."
-    total = 0
-    for c in cache:
-        if hasattr(c, "caches"): total += cache_bytes(c.caches, n_tokens)
-        elif getattr(c, "keys", None) is None: total += c.nbytes   # recurrent state: the same for any length
-        else:
-            kept = min(n_tokens, getattr(c, "max_size", n_tokens), getattr(c, "chunk_size", n_tokens))
-            plain, size = c.nbytes * kept // c.keys.shape[2], c.keys.dtype.size
-            shrunk = (kv_bits / 8 + 2 * size / kv_group_size) / size if kv_bits and hasattr(c, "to_quantized") else 1
-            total += int(plain * shrunk)
-    return total
-
-def memory_limit(limit_gb: float | None = None) -> int:
-    "Bytes to count on: `limit_gb`, else MLX_SPARK_MEMORY_LIMIT_GB, else what the device or the machine has."
-    limit_gb = limit_gb or float(os.environ.get("MLX_SPARK_MEMORY_LIMIT_GB") or 0)
-    return int(limit_gb * 1e9) if limit_gb else machine_memory()
-
-@lru_cache
-def machine_memory() -> int:
-    "Bytes that the GPU recommends as its working set or has, or the machine, or its control group allows."
-    info = mx.device_info()
-    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if info.get(name): return int(info[name])
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    group = Path("/sys/fs/cgroup/memory.max")
-    if group.exists() and (text := group.read_text().strip()).isdigit(): limits.append(int(text))
-    return min(limits)
-
-# %% ../nbs/13_generate.ipynb #03fced1b
-def weight_bytes(models: list) -> int:
-    "Bytes of all weights; what models share counts once."
-    return sum({id(w): w.nbytes for m in models for _, w in tree_flatten(m) if isinstance(w, mx.array)}.values())
-
-def check_memory(
-    models: list,          # target and drafter
-    kv_bytes: int,         # cache of the target at its final length
-    n_tokens: int,         # that length
-    limit_gb: float | None = None,
-) -> None:
-    "Refuse a request whose weights and cache exceed the memory limit, with the numbers."
-    weights, limit = weight_bytes(models), memory_limit(limit_gb)
-    if weights + kv_bytes <= limit: return
-    gb = [f"{x / 1e9:.3g} GB" for x in (weights, kv_bytes, weights + kv_bytes, limit)]
-    raise MemoryError(
-        f"{n_tokens} tokens (cached, prompt and max_tokens) need {gb[0]} for weights and {gb[1]} for the cache, "
-        f"{gb[2]} in all, and {gb[3]} are there; shorten them, set max_kv_size or kv_bits, "
-        "or raise memory_limit_gb / MLX_SPARK_MEMORY_LIMIT_GB")
-
-def check_request(
-    model: nn.Module, source: DraftSource, cache: list | None, n_prompt: int, max_tokens: int,
-    *, limit_gb: float | None, max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64, **_,
-) -> None:
-    "All that can be refused before prefill."
-    probe, cached = probe_cache(model, max_kv_size), 0 if cache is None else cache_offset(cache)
-    if cache is not None and len(cache) != len(probe):
-        raise ValueError(f"prompt_cache has {len(cache)} entries, this model wants {len(probe)}")
-    if kv_bits is not None: check_kv_bits(cache or probe, kv_bits, kv_group_size)
-    n_tokens = cached + n_prompt + max(max_tokens, 0)
-    models = [model] + [m for m in vars(source).values() if isinstance(m, nn.Module)]
-    check_memory(models, cache_bytes(probe, n_tokens, kv_bits, kv_group_size), n_tokens, limit_gb)
 
 # %% ../nbs/13_generate.ipynb #caea1faf
 def plain_step(
@@ -649,7 +564,7 @@ def encode(tokenizer: TokenizerWrapper, prompt, n_vocab: int | float) -> mx.arra
         raise ValueError(f"prompt ids are whole numbers in 0..{n_vocab - 1}, got {ids.min()}..{ids.max()}")
     return mx.array(ids, dtype=mx.uint32)
 
-def check_options(source: DraftSource, max_tokens: int, n_draft: int | None, threshold: float, options: dict) -> None:
+def check_options(source: DraftSource, max_tokens: int, n_draft: int | None, threshold, options: dict) -> None:
     "Refuse options that are out of range or that speculation cannot honour."
     for name, n in (("max_tokens", max_tokens), ("num_draft_tokens", n_draft)):
         if n is not None and (isinstance(n, bool) or not isinstance(n, (int, np.integer))):
@@ -657,7 +572,7 @@ def check_options(source: DraftSource, max_tokens: int, n_draft: int | None, thr
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens must be non-zero (-1 = no limit), got {max_tokens}")
     if n_draft is not None and n_draft < 1: raise ValueError(f"num_draft_tokens must be >= 1, got {n_draft}")
-    if not 0 <= threshold <= 1: raise ValueError(f"confidence_threshold must be in 0..1, got {threshold}")
+    if not np.all((0 <= threshold) & (threshold <= 1)): raise ValueError(f"confidence_threshold must be in 0..1, got {threshold}")
     if (step := options.get("prefill_step_size", 1)) < 1: raise ValueError(f"prefill_step_size must be >= 1, got {step}")
     if not isinstance(source, NoSource) and options.pop("input_embeddings", None) is not None:
         raise ValueError("speculative decoding takes no input_embeddings")
@@ -693,7 +608,7 @@ def stream_generate(
     num_draft_tokens: int | None = None, # drafts a cycle; None: the source's own number
     sampler=None,                        # None (greedy), a Sampling, or a function of log-probabilities
     seed: int | None = None,
-    confidence_threshold: float = 0.0,
+    confidence_threshold: float | str = 0.0, # "calibrated": what `calibrate --target` found for each position
     schedule: bool | None = None,        # choose verify lengths and park; None: unless one of the two above is given
     memory_limit_gb: float | None = None,
     **options,                           # of `speculative_step`: logits_processors, prompt_cache, kv_bits, ...
@@ -701,13 +616,14 @@ def stream_generate(
     "Text piece by piece, as mlx-lm's `stream_generate` gives it."
     if not isinstance(tokenizer, TokenizerWrapper): tokenizer = TokenizerWrapper(tokenizer)
     source = as_source(draft_model, target=model)
+    confidence_threshold = read_threshold(confidence_threshold, source)
     check_options(source, max_tokens, num_draft_tokens, confidence_threshold, options)
     prompt, cache = encode(tokenizer, prompt, vocabulary(model)), options.get("prompt_cache")
     check_request(model, source, cache, prompt.size, max_tokens, limit_gb=memory_limit_gb, **options)
     options |= dict(max_tokens=max_tokens, sampler=sampler, seed=seed)
     if isinstance(source, NoSource): steps = plain_step(prompt, model, stream, **options)
     else:
-        if schedule is None: schedule = num_draft_tokens is None and not confidence_threshold
+        if schedule is None: schedule = num_draft_tokens is None and not np.any(confidence_threshold)
         if schedule:
             context = prompt.size + (cache_offset(cache) if cache else 0)
             with mx.stream(stream): planner = plan(model, source, sampler, context=context, n_draft=num_draft_tokens, seed=seed)

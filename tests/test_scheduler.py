@@ -243,7 +243,7 @@ def test_costs_survive_an_unwritable_cache(tmp_path, monkeypatch):
     model, _ = tiny_target("llama")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_SPARK_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="could not be kept"): costs = measured_costs(model, tokens=[1, 2], repeats=1)
+    with pytest.warns(UserWarning, match="could not be kept"): costs = measured_costs(model, tokens=[1, 2], repeats=1, least_s=0)
     assert costs.tokens == [1, 2] and costs_folder().parent == tmp_path / "file"
 
 
@@ -263,3 +263,39 @@ def test_watch_needs_two_lengths():
     watch = CostWatch(COSTS["flat"])
     for _ in range(64): watch.observe(3, 1000.0)
     assert not watch.stale
+
+def test_a_hopeless_record_is_parked_on_little_credit_and_a_poor_start_forgiven():
+    "Nothing kept: five rounds at most. Two misses and then hits: never."
+    for confident in (True, False):
+        planner, rounds = Planner(COSTS["flat"], 7, timed=False, confident=confident), 0
+        while not planner.parked and rounds < 50:
+            planner.observe(7, 0, 0, drafted=True)
+            rounds += 1
+        assert planner.parking.loss <= 6, planner.parking
+        planner = Planner(COSTS["flat"], 7, timed=False, confident=confident)
+        for kept in (0, 0, *[3, 1, 5, 2] * 8):
+            planner.observe(7, kept, 0, drafted=True)
+            assert not planner.parked
+
+def test_a_profile_found_wrong_is_taken_anew_by_the_next_request_but_not_by_every_one(monkeypatch, tmp_path):
+    import mlx_spark.scheduler as scheduler
+    from mlx_spark.sources import PromptLookup
+    from mlx_spark.targets import tiny_target
+    monkeypatch.setenv("MLX_SPARK_CACHE", str(tmp_path))
+    monkeypatch.setattr(scheduler, "_IN_USE", {})
+    taken = []
+    profile = scheduler.profile
+    monkeypatch.setattr(scheduler, "profile", lambda *a, **how: (taken.append(1), profile(*a, tokens=[1, 2, 8], repeats=1, **how))[1])
+    model = tiny_target("llama")[0]
+    ask = lambda: scheduler.plan_request(model, PromptLookup(max_draft=7), greedy=True)
+    def use(planner):
+        for _ in range(20): planner.observe(0, 0, planner.plain_ms, drafted=False); planner.observe(7, 6, 9 * planner.round_ms[7], drafted=True)
+        assert planner.watch.stale
+    use(ask())
+    use(ask())
+    assert len(taken) == 1                                             # found wrong, but measured a moment ago
+    monkeypatch.setattr(scheduler, "REFRESH_S", 0.0)
+    ask()
+    assert len(taken) == 2
+    ask()
+    assert len(taken) == 2                                             # the new one has not been found wrong

@@ -157,7 +157,8 @@ class BatchPlanner:
     def __init__(self, costs: BatchCosts, gamma: int, *, confident: bool = False, share: float = 0.01):
         self.costs, self.gamma, self.confident, self.share = costs, gamma, confident, share
         self.kept, self.tried = np.zeros(gamma), np.zeros(gamma) # drafts kept, and tried, at each position, of late
-        self.plain, self.drafted, self.saved_ms, self.parked = Ratios(), Ratios(), 0.0, False
+        self.plain, self.drafted, self.parked = Ratios(), Ratios(), False
+        self.saved_ms = 2 * float(costs.passes.pass_ms(1))
 
     def usual(self, row: "Row") -> np.ndarray: # (gamma,)
         "Chance of each draft of this row to be kept if those before it are."
@@ -190,7 +191,7 @@ def worth_drafting(planner: BatchPlanner, conf: np.ndarray, n_rows: int) -> list
     tokens = R + sum(np.cumprod(c)[:n].sum() for c, n in zip(conf, lengths))
     loss_ms = planner.round_ms(R + sum(lengths), n_rows) - tokens / plain
     if planner.saved_ms < loss_ms: return None
-    planner.saved_ms = 0.0
+    planner.saved_ms -= max(loss_ms, 0.0)
     return lengths
 
 def watch_row(planner: BatchPlanner, row: "Row", n: int, n_accepted: int) -> None:

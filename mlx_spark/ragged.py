@@ -48,7 +48,8 @@ class Round:
         row, step = np.repeat(np.arange(R), widths), np.concatenate([np.arange(w) for w in widths])
         self.n_rows, self.used, self.alike = R, int((starts + widths).max()), len(set(lengths)) == len(set(widths)) == 1
         self.starts, self.rows, self.offset = mx.array(starts), mx.array(row), mx.array(starts[row] + step)
-        self.spread = mx.array(np.cumsum([0, *widths[:-1]])[:, None] + np.minimum(np.arange(self.width), np.array(widths)[:, None] - 1))
+        filled = np.minimum(np.arange(self.width), np.array(widths)[:, None] - 1)  # fill a row up with its last token
+        self.spread = mx.array(np.cumsum([0, *widths[:-1]])[:, None] + filled)
         self.packed, self.masks = mx.array(row * self.width + step), {}
 
     def mask(self, window: int | None, as_array: bool = False) -> mx.array | None: # (R, 1, width, used) bool
@@ -214,7 +215,7 @@ def feed_in_turn(cache, ids: mx.array, widths: list[int], tap: bool = False) -> 
 def save_row(cache: RaggedCache, row: int) -> list[tuple[mx.array, mx.array]]: # of each layer, (1, H, n, D)
     "Copies of a row's keys and values."
     n = cache.lengths[row]
-    saved = [tuple(mx.array(b[row:row + 1, :, :n]) for b in (c.keys, c.values)) for c in cache.layers if c.keys is not None]
+    saved = [tuple(mx.array(b[row:row + 1, :, :n]) for b in (c.keys, c.values)) for c in cache.layers]
     mx.eval(saved)
     return saved
 
@@ -222,7 +223,7 @@ def load_row(cache: RaggedCache, row: int, saved: list, n: int) -> None:
     "Put the first n saved tokens into an empty row."
     cache.view = Chunk(row, 0, n)
     cache.reserve(max(n, *cache.lengths))
-    for layer, (keys, values) in zip((c for c in cache.layers), saved): layer.update_and_fetch(keys[:, :, :n], values[:, :, :n])
+    for layer, (keys, values) in zip(cache.layers, saved): layer.update_and_fetch(keys[:, :, :n], values[:, :, :n])
     cache.lengths[row] = n
 
 # %% ../nbs/14_ragged.ipynb #237f4b0c
@@ -256,8 +257,8 @@ class SeparateCaches:
     def drop_last(self) -> None:
         for rows in (self.rows, self.lengths): rows.pop()
 
-    def feed(self, row: int, ids: mx.array, tap: bool = False) -> tuple: return self.model(ids, cache=self.rows[row]), None
-    def feed_rows(self, ids: mx.array, widths: list[int], tap: bool = False) -> tuple: return feed_in_turn(self, ids, widths)
+    def feed(self, row: int, ids: mx.array, tap: bool = False): return self.model(ids, cache=self.rows[row]), None
+    def feed_rows(self, ids: mx.array, widths: list[int], tap: bool = False): return feed_in_turn(self, ids, widths)
     def commit(self, row: int, n: int) -> None: self.lengths[row] += n
     def evaluate(self, row: int) -> None: mx.eval([c.state for c in self.rows[row]])
     def clear(self) -> None: self.rows, self.lengths = [], []

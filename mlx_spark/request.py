@@ -33,19 +33,23 @@ class PromptState:
         if not 0 < n <= len(self.tokens): raise ValueError(f"a state of {len(self.tokens)} tokens has no prefix of {n}")
         if n == len(self.tokens): return self
         if not isinstance(self.kv[0], tuple): raise ValueError("recurrent layers can't go back to an earlier token")
-        return PromptState(self.tokens[:n], [tuple(x[:, :, :n] for x in layer) for layer in self.kv], cut_source(self.source, n))
+        kv = [tuple(x[:, :, :n] for x in layer) for layer in self.kv]
+        return PromptState(self.tokens[:n], kv, cut_source(self.source, n))
 
     @property
     def nbytes(self) -> int:
-        arrays = [] if self.source is None else list(self.source[0].values())
-        return sum(x.nbytes for _, x in tree_flatten([c if isinstance(c, tuple) else c.state for c in self.kv])) + sum(x.nbytes for x in arrays)
+        arrays = [c if isinstance(c, tuple) else c.state for c in self.kv]
+        if self.source is not None: arrays += self.source[0].values()
+        return sum(x.nbytes for _, x in tree_flatten(arrays))
 
 # %% ../nbs/14_request.ipynb #c470d1b7
 def cut_source(source: tuple | None, n: int) -> tuple | None:
     "A draft source's state of the first n tokens, where its kind can be cut."
     arrays, meta = source or ({}, {})
-    if meta.get("source") == "dspark" and meta["window"] is None: return {"kv": arrays["kv"][:, :, :n]}, meta | {"lengths": [n]}
-    return ({"tokens.0": arrays["tokens.0"][:n]}, meta) if meta.get("source") == "prompt-lookup" else None
+    kind = meta.get("source")
+    if kind == "prompt-lookup": return {"tokens.0": arrays["tokens.0"][:n]}, meta
+    if kind == "dspark" and meta["window"] is None: return {"kv": arrays["kv"][:, :, :n]}, meta | {"lengths": [n]}
+    return None
 
 # %% ../nbs/14_request.ipynb #68ecd264
 @dataclass(eq=False)

@@ -6,11 +6,11 @@
 __all__ = ['MOST_UNSEEN', 'SourceRows', 'source_of_row', 'one_block', 'side_by_side', 'BatchCosts', 'Ratios', 'BatchPlanner',
            'worth_drafting', 'watch_row', 'watch_time', 'profile_rows', 'rising', 'doubling', 'best_ms', 'make_planner',
            'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned', 'draft_round', 'packed_ids', 'Picked',
-           'pick_round', 'judge_round', 'count', 'count_all', 'commit_round', 'run_round', 'watch_round', 'close_event',
-           'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'Loop', 'waiting_row', 'warm_up',
-           'check_options', 'rows_allowed', 'ServeLoop', 'drop_cancelled', 'kv_bytes', 'final_length', 'fits',
-           'token_bytes', 'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state', 'BatchResponse',
-           'batch_generate', 'collect']
+           'pick_round', 'uniforms', 'judge_round', 'count', 'count_all', 'commit_round', 'run_round', 'watch_round',
+           'close_event', 'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'Loop', 'waiting_row',
+           'warm_up', 'check_options', 'rows_allowed', 'ServeLoop', 'drop_cancelled', 'kv_bytes', 'final_length',
+           'fits', 'token_bytes', 'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state',
+           'BatchResponse', 'batch_generate', 'collect']
 
 # %% ../nbs/14_serve_loop.ipynb #0913d30f
 import copy
@@ -31,8 +31,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .core import write_atomic
 from .generate import encode, memory_limit, probe_cache, vocabulary, weight_bytes
 from .ragged import LEAST_COLUMNS, RaggedCache, SeparateCaches, power_of_two, row_cache
-from .request import (
-    Event, PromptState, Request, Row, Speller, Stats, best_tokens, pick, picks_processed, spell_best, take_round, uniform)
+from mlx_spark.request import (
+    Event, PromptState, Request, Row, Speller, Stats, best_tokens, pick, picks_processed, spell_best, take_round,
+    uniform)
 from .scheduler import Costs, Schedule, algorithm1, costs_folder, fingerprint, threshold_lengths
 from .sources import Draft, DraftSource, as_source
 from .verify import Sampling
@@ -42,7 +43,8 @@ class SourceRows:
     "A draft source whose rows come and go."
     def __init__(self, source: DraftSource, model: nn.Module):
         self.template, self.model, self.joins, self.rows = copy.copy(source), model, hasattr(source, "join"), []
-        self.all, self.unseen = None, [] # the source of all rows, if they can be joined, and (rows, tokens, n, taps) it wasn't shown
+        self.all = None  # one source of all rows, if they can be joined; it keeps them in `.cache`
+        self.unseen = [] # (rows, tokens, n, taps) that it wasn't shown
         self.template.start([], target=model, cache=[], sampling=Sampling())
 
     def fresh(self, prompt: list[int]) -> DraftSource:
@@ -117,9 +119,10 @@ def side_by_side(drafts: list[Draft]) -> Draft:
     "The drafts of single rows as one, filled up to a common length."
     lengths = [d.tokens.shape[1] for d in drafts]
     def block(parts): return mx.concatenate([mx.pad(x, [(0, 0), (0, max(lengths) - x.shape[1])]) for x in parts])
-    confident = [d.confidence for d in drafts if d.confidence is not None]
-    confidence = block([mx.ones(d.tokens.shape) if d.confidence is None else d.confidence for d in drafts]) if confident else None
-    return Draft(block([d.tokens for d in drafts]), None, confidence, lengths)
+    tokens, confidence = [d.tokens for d in drafts], [d.confidence for d in drafts]
+    if all(c is None for c in confidence): return Draft(block(tokens), None, None, lengths)
+    confidence = [mx.ones(t.shape) if c is None else c for t, c in zip(tokens, confidence)]
+    return Draft(block(tokens), None, block(confidence), lengths)
 
 # %% ../nbs/14_serve_loop.ipynb #e88f5a03
 @dataclass
@@ -202,8 +205,8 @@ def watch_row(planner: BatchPlanner, row: "Row", n: int, n_accepted: int) -> Non
         fade = np.where(reached, fade, 1.0)
         books.kept, books.tried = books.kept * fade + (reached & accepted), books.tried * fade + reached
 
-def watch_time(planner: BatchPlanner, ms: float, n_rows: int, n_tokens: int, part: float | None) -> None: # part None: plain
-    "What a round took; where it was plain, some of it is saved up for a try."
+def watch_time(planner: BatchPlanner, ms: float, n_rows: int, n_tokens: int, part: float | None) -> None:
+    "What a round took (`part` None: a plain one); where it was plain, some of it is saved up for a try."
     pass_ms = float(planner.costs.passes.pass_ms(n_tokens))
     if part is None:
         planner.plain.observe(n_tokens, ms / pass_ms)
@@ -213,7 +216,9 @@ def watch_time(planner: BatchPlanner, ms: float, n_rows: int, n_tokens: int, par
     planner.kept, planner.tried = 0.998 * planner.kept, 0.998 * planner.tried
 
 # %% ../nbs/14_serve_loop.ipynb #67cf3be2
-def profile_rows(model: nn.Module, source: DraftSource, max_rows: int, *, context: int = 64, repeats: int = 3) -> BatchCosts:
+def profile_rows(
+    model: nn.Module, source: DraftSource, max_rows: int, *, context: int = 64, repeats: int = 3,
+) -> BatchCosts:
     "Time target passes and drafter passes."
     cache, gamma, rows = RaggedCache(model, source.tap_layers), source.max_draft, SourceRows(source, model)
     cache.add()
@@ -226,7 +231,8 @@ def profile_rows(model: nn.Module, source: DraftSource, max_rows: int, *, contex
     def propose(n):
         draft = rows.propose([11] * len(rows.rows), n, True)
         mx.eval([x for x in (draft.tokens, draft.confidence) if x is not None])
-        rows.observe([[11]] * len(rows.rows), [1] * len(rows.rows), None if taps is None else mx.repeat(taps[:, :1], len(rows.rows), axis=0))
+        R = len(rows.rows)
+        rows.observe([[11]] * R, [1] * R, None if taps is None else mx.repeat(taps[:, :1], R, axis=0))
     counts, times = [n for n in doubling(max_rows) if n in (1, 4) or n == doubling(max_rows)[-1]], []
     for n in counts if rows.joins else [1]:
         while len(rows.rows) < n:
@@ -283,8 +289,8 @@ def longest_drafts(loop: "ServeLoop") -> list[int]:
     "Drafts that each row may get in this round: none in its first, never beyond its last token."
     most = [0] * len(loop.rows)
     for b in drafting(loop):
-        wanted = loop.rows[b].request.num_draft_tokens
-        if loop.rows[b].stats.completion_tokens: most[b] = min(loop.gamma if wanted is None else wanted, loop.rows[b].n_left - 1)
+        row, wanted = loop.rows[b], loop.rows[b].request.num_draft_tokens
+        if row.stats.completion_tokens: most[b] = min(loop.gamma if wanted is None else wanted, row.n_left - 1)
     return most
 
 def chances(loop: "ServeLoop", most: list[int], conf: np.ndarray | None = None) -> np.ndarray: # (R, gamma)
@@ -319,7 +325,7 @@ def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     mx.async_eval(draft.tokens)
     have, conf = draft.lengths or [draft.tokens.shape[1]] * len(drafters), None
     if wants and draft.confidence is not None: conf = np.array(draft.confidence, dtype=np.float64)
-    if conf is not None and loop.threshold > 0: have = [min(x) for x in zip(have, threshold_lengths(conf, loop.threshold))]
+    if conf is not None and loop.threshold > 0: have = list(map(min, have, threshold_lengths(conf, loop.threshold)))
     if conf is not None and planner is not None and lengths is most:
         lengths = planned(loop, most, planner.schedule(chances(loop, most, conf), len(drafters)).lengths)
     out = [0] * len(most)
@@ -350,7 +356,7 @@ def pick_round(loop: "ServeLoop", logits: mx.array, widths: list[int], also: lis
     found, best = [], {}
     for sampling, rows in groups.items():
         at = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in rows])
-        u = [] if sampling.greedy else [uniform(loop.rows[b].seed, loop.rows[b].stats.completion_tokens + i) for b in rows for i in range(widths[b])]
+        u = [] if sampling.greedy else sum((uniforms(loop.rows[b], widths[b]) for b in rows), [])
         found.append((at, pick(logits if len(at) == len(logits) else logits[mx.array(at)], sampling, u)))
         for b in rows:
             k, part = loop.rows[b].request.n_logprobs, slice(*np.searchsorted(at, starts[b:b + 2]).tolist())
@@ -359,6 +365,10 @@ def pick_round(loop: "ServeLoop", logits: mx.array, widths: list[int], also: lis
     tokens = np.zeros(len(logits), dtype=np.int64)
     for at, x in found: tokens[at] = np.array(x)
     return Picked(tokens.tolist(), best)
+
+def uniforms(row: Row, n: int) -> list[float]:
+    "The random numbers of the next n tokens of a row."
+    return [uniform(row.seed, row.stats.completion_tokens + i) for i in range(n)]
 
 # %% ../nbs/14_serve_loop.ipynb #4a6beaad
 def judge_round(loop: "ServeLoop", logits: mx.array, picked: Picked, drafts: list[list[int]]) -> list[int]:
@@ -383,7 +393,9 @@ def judge_round(loop: "ServeLoop", logits: mx.array, picked: Picked, drafts: lis
 # %% ../nbs/14_serve_loop.ipynb #da882df7
 def count(books: Stats, n_drafted: int, n_accepted: int) -> None:
     "Enter a round."
-    books.n_rounds, books.n_drafted, books.n_accepted = books.n_rounds + 1, books.n_drafted + n_drafted, books.n_accepted + n_accepted
+    books.n_rounds += 1
+    books.n_drafted += n_drafted
+    books.n_accepted += n_accepted
     for column, n in ((books.drafted_by_position, n_drafted), (books.accepted_by_position, n_accepted)):
         column += [0] * (n - len(column))
         for i in range(n): column[i] += 1
@@ -397,7 +409,7 @@ def count_all(counters: dict, n_drafted: int, n_accepted: int, n_tokens: int) ->
         for i in range(n): counters[name][i] += 1
 
 # %% ../nbs/14_serve_loop.ipynb #0ddb449a
-def commit_round(loop: "ServeLoop", anchors: list[int], kept: list[int], widths: list[int], taps: mx.array | None) -> None:
+def commit_round(loop: "ServeLoop", anchors: list[int], kept: list[int], widths: list[int], taps) -> None:
     "Keep the anchor and the kept drafts of each row, in the target's cache and in the draft source."
     for b, n in enumerate(kept): loop.cache.commit(b, 1 + n)
     if not (rows := drafting(loop)): return
@@ -516,14 +528,18 @@ def check_request(loop: "ServeLoop", r: Request) -> None:
     for name, least in (("max_tokens", 1), ("num_draft_tokens", 0), ("n_logprobs", 0)):
         n = getattr(r, name)
         if n is None and name != "max_tokens": continue
-        if isinstance(n, bool) or not isinstance(n, int) or n < least: raise ValueError(f"{name} must be a whole number >= {least}, got {n!r}")
-    if r.sampling is not None and not isinstance(r.sampling, Sampling): raise ValueError(f"sampling must be a Sampling or None, got {r.sampling!r}")
-    if r.n_logprobs and r.n_logprobs > n_vocab: raise ValueError(f"n_logprobs must be at most {n_vocab}, got {r.n_logprobs}")
+        if isinstance(n, bool) or not isinstance(n, int) or n < least:
+            raise ValueError(f"{name} must be a whole number >= {least}, got {n!r}")
+    if r.n_logprobs and r.n_logprobs > n_vocab:
+        raise ValueError(f"n_logprobs must be at most {n_vocab}, got {r.n_logprobs}")
+    if r.sampling is not None and not isinstance(r.sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling or None, got {r.sampling!r}")
     if isinstance(r.stop, str) or not all(isinstance(s, str) and s for s in r.stop):
         raise ValueError(f"stop must be a tuple of non-empty strings, got {r.stop!r}")
     if not all(map(callable, r.processors)): raise ValueError(f"processors must be functions, got {r.processors!r}")
-    if r.prompt_state is not None and r.prompt_state.tokens != prompt[:len(r.prompt_state.tokens)].tolist():
-        raise ValueError(f"prompt_state is of {len(r.prompt_state.tokens)} tokens that the prompt of {len(r.prompt)} doesn't begin with")
+    known = [] if r.prompt_state is None else r.prompt_state.tokens
+    if known != prompt[:len(known)].tolist():
+        raise ValueError(f"prompt_state is of {len(known)} tokens that the prompt of {len(r.prompt)} doesn't begin with")
     if r.id in loop.ids: raise ValueError(f"there is a request {r.id!r} already")
     loop.check(len(r.prompt), r.max_tokens)
 
@@ -551,11 +567,13 @@ class Loop:
         self.model, self.tokenizer, self.max_rows = model, tokenizer, rows_allowed(model, max_rows)
         self.gamma = 0 if problem else source.max_draft if num_draft_tokens is None else num_draft_tokens
         self.threshold, self.prefill_step_size, self.clock = confidence_threshold, prefill_step_size, clock
-        self.sources, self.rows, self.joining, self.queue, self.ids, self.cancelled = SourceRows(source, model), [], None, deque(), {}, []
+        self.sources, self.rows, self.joining = SourceRows(source, model), [], None
+        self.queue, self.ids, self.cancelled = deque(), {}, []
         self.counters = dict(rounds=0, tokens=0, drafted=[], accepted=[], verify_lengths={})
         models = [model] + [m for m in vars(source).values() if isinstance(m, nn.Module)]
         self.limit, self.weights = memory_limit(memory_limit_gb), weight_bytes(models)
-        self.token_bytes = token_bytes(model) + (draft_token_bytes(source, self.sources.fresh([0])) if self.gamma else 0)
+        self.token_bytes = token_bytes(model)
+        if self.gamma: self.token_bytes += draft_token_bytes(source, self.sources.fresh([0]))
         warm_up(self)
         scheduled = self.gamma > 0 and num_draft_tokens is None and confidence_threshold == 0
         self.planner = make_planner(model, source, self.max_rows) if scheduled else None
@@ -569,10 +587,11 @@ def waiting_row(loop: Loop, request: Request) -> Row:
     r.prompt, r.sampling, r.processors = list(map(int, r.prompt)), r.sampling or Sampling(), list(r.processors)
     stop_tokens = frozenset(loop.tokenizer.eos_token_ids if r.stop_tokens is None else r.stop_tokens)
     seed = random.getrandbits(63) if r.seed is None else r.seed
-    return Row(r, stop_tokens, Speller(loop.tokenizer, tuple(r.stop)), Stats(len(r.prompt)), loop.clock(), seed, list(r.prompt))
+    speller, stats = Speller(loop.tokenizer, tuple(r.stop)), Stats(len(r.prompt))
+    return Row(r, stop_tokens, speller, stats, loop.clock(), seed, list(r.prompt))
 
 def warm_up(loop: Loop) -> None:
-    "One token through target and draft source: what they compute on first use is computed in this thread, and errors show now."
+    "One token through target and source: what they compute on first use is computed here, and errors show now."
     loop.cache.add()
     logits, taps = loop.cache.feed(0, mx.array([[0]], dtype=mx.uint32), tap=True)
     mx.eval(logits)
@@ -584,14 +603,16 @@ def warm_up(loop: Loop) -> None:
 
 def check_options(max_rows: int, n_draft: int | None, threshold: float, step_size: int) -> None:
     "Refuse options of a loop that are out of range."
-    for name, n, least in (("max_rows", max_rows, 1), ("prefill_step_size", step_size, 1), ("num_draft_tokens", n_draft or 0, 0)):
-        if n < least: raise ValueError(f"{name} must be >= {least}, got {n}")
+    if max_rows < 1: raise ValueError(f"max_rows must be >= 1, got {max_rows}")
+    if step_size < 1: raise ValueError(f"prefill_step_size must be >= 1, got {step_size}")
+    if n_draft is not None and n_draft < 0: raise ValueError(f"num_draft_tokens must be >= 0, got {n_draft}")
     if not 0 <= threshold <= 1: raise ValueError(f"confidence_threshold must be in 0..1, got {threshold}")
 
 def rows_allowed(model: nn.Module, max_rows: int) -> int:
     "One, when the target's experts are read from disk."
     if getattr(model, "_offload", None) is None or max_rows == 1: return max_rows
-    warnings.warn("with expert offload requests run one at a time: the experts of several would push each other out", stacklevel=3)
+    warnings.warn("with expert offload requests run one at a time: the experts of several would push each other out",
+                  stacklevel=3)
     return 1
 
 # %% ../nbs/14_serve_loop.ipynb #d7956b07
@@ -679,7 +700,8 @@ def memory(loop: ServeLoop) -> dict:
     "Bytes: weights, keys and values of a token and at this moment, the limit, and what is free of it."
     kv = getattr(getattr(loop.sources.all, "cache", None), "kv", None)
     now = loop.cache.nbytes + (0 if kv is None else kv.nbytes)
-    return dict(weights=loop.weights, kv_token=loop.token_bytes, kv_now=now, limit=loop.limit, free=loop.limit - loop.weights - now)
+    free = loop.limit - loop.weights - now
+    return dict(weights=loop.weights, kv_token=loop.token_bytes, kv_now=now, limit=loop.limit, free=free)
 
 def check_fits(loop: ServeLoop, n_prompt: int, max_tokens: int) -> None:
     "Refuse a request that would not fit even alone, with the numbers."
@@ -711,7 +733,8 @@ def load_state(loop: ServeLoop, b: int, row: Row, state: PromptState) -> None:
     try:
         if state.source is None: raise ValueError("none was kept for it")
         row.source.restore(*state.source)
-    except ValueError as e: warnings.warn(f"the draft source knows nothing of {n} tokens taken from a state: {e}", stacklevel=4)
+    except ValueError as e:
+        warnings.warn(f"the draft source knows nothing of {n} tokens taken from a state: {e}", stacklevel=4)
 
 # %% ../nbs/14_serve_loop.ipynb #6bca3c04
 @dataclass
@@ -740,11 +763,13 @@ def batch_generate(
     "Continue many prompts together; keywords as in mlx-lm's function of this name."
     loop = ServeLoop(model, tokenizer, draft_model=draft_model, **options)
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    out = BatchResponse([""] * len(prompts), [[] for _ in prompts], [None] * len(prompts), [[] for _ in prompts] if return_logprobs else None)
+    n = len(prompts)
+    out = BatchResponse([""] * n, [[] for _ in prompts], [None] * n, [[] for _ in prompts] if return_logprobs else None)
     try:
         for i, prompt in enumerate(prompts):
             ids = encode(loop.tokenizer, prompt, vocabulary(model)).tolist()
-            loop.submit(Request(ids, limits[i], sampler, None if seed is None else seed + i, logits_processors() if logits_processors else (),
+            processors = logits_processors() if logits_processors else ()
+            loop.submit(Request(ids, limits[i], sampler, None if seed is None else seed + i, processors,
                                 n_logprobs=0 if return_logprobs else None, id=str(i)))
         while loop.busy:
             for e in loop.step(): collect(out, e, verbose)
@@ -758,5 +783,6 @@ def collect(out: BatchResponse, e: Event, verbose: bool) -> None:
     out.ids[i] += e.tokens
     if out.logprobs is not None and e.logprobs: out.logprobs[i] += [x for x, _ in e.logprobs]
     if e.finish == "error": raise RuntimeError(f"prompt {i}: {e.error}")
-    if e.finish is not None: out.stats[i] = e.stats
-    if e.finish is not None and verbose: print(f"{i}: {e.stats.completion_tokens} tokens, {e.finish}, tau {e.stats.tau:.2f}")
+    if e.finish is None: return
+    out.stats[i] = e.stats
+    if verbose: print(f"{i}: {e.stats.completion_tokens} tokens, {e.finish}, tau {e.stats.tau:.2f}")

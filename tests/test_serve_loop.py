@@ -74,6 +74,13 @@ def alone(family, prompt, n):
     return [r.token for r in stream_generate(model, tokenizer, list(prompt), max_tokens=n)]
 
 
+@lru_cache(maxsize=None)
+def drawn_alone(family, prompt, n, law, seed):
+    loop = ServeLoop(*tiny(family))
+    loop.submit(Request(list(prompt), n, law, seed=seed, id="it"))
+    return drain(loop)["it"][0]
+
+
 def check_alone(family, prompt, ids, n):
     "Greedy ids are those of the single run, or part from them at a tie."
     expected = alone(family, tuple(prompt), n)
@@ -111,7 +118,8 @@ def test_families(family, kind):
 
 
 actions = st.lists(st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 30), st.integers(1, 14), st.sampled_from([None, 0, 2, 5])),
+    st.tuples(st.just("submit"), st.integers(1, 30), st.integers(1, 14), st.sampled_from([None, 0, 2, 5]),
+              st.sampled_from([None, Sampling(temp=1.0), Sampling(temp=.8, top_p=.9)])),
     st.tuples(st.just("step"), st.integers(1, 4)), st.tuples(st.just("cancel"), st.integers(0, 7))), min_size=3, max_size=14)
 
 
@@ -131,17 +139,19 @@ def test_schedules(kind, actions, max_rows, step):
     for i, a in enumerate(actions):
         if a[0] == "submit":
             p = prompts[len(sent)]
-            sent.append((p, a[2], loop.submit(Request(p, a[2], num_draft_tokens=a[3], id=str(i)))))
+            sent.append((p, a[2], loop.submit(Request(p, a[2], a[4], seed=i, num_draft_tokens=a[3], id=str(i))), a[4]))
         elif a[0] == "step":
             for _ in range(a[1]): turn()
         elif a[1] < len(sent) and loop.cancel(sent[a[1]][2]): gone.add(sent[a[1]][2])
     while loop.busy: turn()
-    for p, n, id in sent:
+    for p, n, id, law in sent:
         events, ids = out[id], sum((e.tokens for e in out[id]), [])
         assert [e.finish is None for e in events] == [True] * (len(events) - 1) + [False]
         assert (events[-1].finish == "cancelled") == (id in gone)
-        if id in gone: ids += alone(family, tuple(p), n)[len(ids):]
-        check_alone(family, p, ids, n)
+        expected = alone(family, tuple(p), n) if law is None else drawn_alone(family, tuple(p), n, law, int(id))
+        if id in gone: ids += expected[len(ids):]
+        if law is None: check_alone(family, p, ids, n)
+        else: assert ids == expected
     assert not loop.cache.lengths and loop.cache.nbytes == 0 and not loop.ids
 
 

@@ -99,6 +99,7 @@ class Served:
     defaults: Sampling = Sampling()
     max_tokens: int = 512          # of requests that name none
     template: dict = field(default_factory=dict)  # options of the chat template
+    domain: str | None = None      # of requests that name none
     created: int = field(default_factory=lambda: int(time.time()))
     json_tokenizer: Any = None     # llguidance's view of the tokenizer, made when first needed
 
@@ -337,7 +338,7 @@ def read_request(body: dict, served: Served, chat: bool) -> Job:
     options = typed(body, "stream_options", {}, dict, "an object")
     return Job(
         request, chat, served.name, stream=flag(body, "stream"), usage=flag(options, "include_usage"),
-        ids=flag(body, "return_token_ids"), tools=tools, domain=typed(body, "domain", None, str, "a name"))
+        ids=flag(body, "return_token_ids"), tools=tools, domain=typed(body, "domain", served.domain, str, "a name"))
 
 # %% ../nbs/15_api.ipynb #3a3e1311
 def token_bytes(tokenizer, token: int) -> bytes:

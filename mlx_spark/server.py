@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['logger', 'SECONDS', 'TAUS', 'SHUTTING', 'STILL_S', 'SSE_HEADERS', 'TELLING', 'ENDPOINTS', 'ROUTES', 'shared',
-           'prefix', 'Shelf', 'loop_facts', 'Engine', 'begin', 'hand_out', 'fail', 'turn', 'run_engine', 'Metrics',
-           'engine_metrics', 'retry_after', 'unavailable', 'Desk', 'trouble', 'check_room', 'ClientGone',
-           'as_api_error', 'watch', 'next_item', 'follow', 'receive_body', 'read_body', 'Timed', 'sse', 'EventStream',
-           'note', 'stream_pieces', 'complete', 'collect', 'chat_completions', 'completions', 'model_card', 'models',
-           'one_model', 'health', 'metrics_page', 'error_response', 'on_error', 'Guard', 'make_app', 'bind',
-           'add_model_arguments', 'add_arguments', 'open_loop', 'shelf_bytes', 'open_model', 'web', 'run_web', 'serve',
-           'run']
+           'prefix', 'Shelf', 'loop_facts', 'Engine', 'begin', 'hand_out', 'fail', 'switch_domain', 'turn',
+           'run_engine', 'Metrics', 'engine_metrics', 'retry_after', 'unavailable', 'Desk', 'trouble', 'check_room',
+           'ClientGone', 'as_api_error', 'watch', 'next_item', 'follow', 'receive_body', 'read_body', 'Timed', 'sse',
+           'EventStream', 'note', 'stream_pieces', 'complete', 'collect', 'chat_completions', 'completions',
+           'model_card', 'models', 'one_model', 'health', 'metrics_page', 'error_response', 'on_error', 'Guard',
+           'make_app', 'bind', 'add_model_arguments', 'add_arguments', 'open_loop', 'shelf_bytes', 'open_model', 'web',
+           'run_web', 'serve', 'run']
 
 # %% ../nbs/15_server.ipynb #1897edb5
 import argparse
@@ -36,7 +36,11 @@ import mlx.core as mx
 
 from .api import ApiError, Job, Reply, Served, chunk, opening, parse_json, read_request, timings, unknown_model
 from .api import usage, whole_answer
-from .generate import memory_limit, vocabulary
+from .generate import vocabulary
+from .memory import memory_limit
+from .offload import add_offload_arguments, of
+from .prefetch import begin as begin_domain
+from .prefetch import check_domain
 from .serve_loop import Event, PromptState, ServeLoop, Stats
 from .verify import Sampling
 
@@ -104,11 +108,11 @@ class Engine:
     def __init__(
         self, loop: ServeLoop, *,
         shelf: Shelf | None = None,
-        prepare: Callable[[Job], None] | None = None, # called with each job before it begins
         clock=time.monotonic,
     ):
-        self.loop, self.shelf, self.prepare, self.clock = loop, shelf, prepare, clock
-        self.commands, self.open, self.failure, self.stopping = queue.SimpleQueue(), {}, None, False
+        self.loop, self.shelf, self.clock, self.commands = loop, shelf, clock, queue.SimpleQueue()
+        self.open, self.failure, self.stopping = {}, None, False   # open: id -> (job, deliver), in order of arrival
+        self.domain = None, None                                   # id of the request that it's for, prefetch.Domain
         self.beat, self.noted, self.facts, self.ended = clock(), 0.0, loop_facts(loop, shelf), threading.Event()
 
     def submit(self, job: Job, deliver: Callable) -> None:
@@ -130,26 +134,34 @@ def begin(engine: Engine, job: Job, deliver: Callable) -> None:
         if engine.shelf is not None:
             drafted = engine.loop.gamma > 0 and request.num_draft_tokens != 0
             request.keep_state, request.prompt_state = True, engine.shelf.find(request.prompt, drafted=drafted)
-        if engine.prepare is not None: engine.prepare(job)
+        if job.domain is not None and of(engine.loop.model): check_domain(job.domain)
         engine.loop.submit(request)
     except Exception as e: return deliver(e)
-    engine.open[request.id] = deliver
+    engine.open[request.id] = job, deliver
     deliver(None)
 
 def hand_out(engine: Engine, event: Event) -> None:
     "Give an event to whom it belongs; a finished request leaves what it knows on the shelf."
     if event.finish and engine.shelf is not None: engine.shelf.put(event.state)
-    deliver = engine.open.pop(event.id, None) if event.finish else engine.open.get(event.id)
-    if deliver is not None: deliver(event)
+    found = engine.open.pop(event.id, None) if event.finish else engine.open.get(event.id)
+    if found is not None: found[1](event)
 
 def fail(engine: Engine, error: Exception) -> None:
     "The loop is broken: say so to everyone."
     logger.error("the decoding loop failed", exc_info=error)
     engine.failure = f"the decoding loop failed ({type(error).__name__}: {error}); the server must be restarted"
-    for deliver in engine.open.values(): deliver(RuntimeError(engine.failure))
+    for _, deliver in engine.open.values(): deliver(RuntimeError(engine.failure))
     engine.open.clear()
 
 # %% ../nbs/15_server.ipynb #aaf8e4f5
+def switch_domain(engine: Engine) -> None:
+    "Have the experts of the running request's domain at hand; without experts on disk a domain means nothing."
+    id = next(iter(engine.open), None)
+    if (offload := of(engine.loop.model)) is None or id == engine.domain[0]: return
+    if engine.domain[1] is not None: engine.domain[1].end()
+    engine.domain = id, begin_domain(offload, engine.open[id][0].domain if id else None)
+
+# %% ../nbs/15_server.ipynb #5bb627f5
 def turn(engine: Engine) -> bool:
     "Commands, then one round; False when stopped."
     engine.beat = engine.clock()
@@ -158,6 +170,7 @@ def turn(engine: Engine) -> bool:
     while not engine.commands.empty(): engine.commands.get()()
     if engine.stopping or engine.failure: return not engine.stopping
     try:
+        switch_domain(engine)
         for event in engine.loop.step() if engine.loop.busy else (): hand_out(engine, event)
         if engine.clock() - engine.noted > 0.1 or not engine.loop.busy:
             engine.facts, engine.noted = loop_facts(engine.loop, engine.shelf), engine.clock()
@@ -168,6 +181,8 @@ def run_engine(engine: Engine) -> None:
     "Turn until stopped, then let go of the device."
     try:
         while turn(engine): pass
+        engine.open.clear()
+        switch_domain(engine)
         engine.loop.close()
         mx.synchronize()
     finally: engine.ended.set()
@@ -528,6 +543,7 @@ def bind(host: str, port: int) -> socket.socket:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags that say what is served and how it decodes."
     from mlx_spark.cli import json_object, positive
+    add_offload_arguments(parser)
     add = parser.add_argument
     add("--model", help="smollm2-135m (default, with its drafter), a folder, a .gguf file, or owner/name of the model hub")
     add("--adapter-path", metavar="DIR", help="LoRA adapter, as mlx-lm trains it")
@@ -589,7 +605,9 @@ def open_model(args) -> tuple[Served, ServeLoop, str]:
     from mlx_spark.targets import load
     defaults, name = Sampling(args.temp, args.top_p, args.top_k, args.min_p), args.model or DEFAULT_MODEL
     config = {"trust_remote_code": True} if args.trust_remote_code else {}
-    with loading("target", name): model, tokenizer = load(name, adapter_path=args.adapter_path, tokenizer_config=config)
+    with loading("target", name):
+        model, tokenizer = load(name, adapter_path=args.adapter_path, tokenizer_config=config, expert_offload=args.expert_offload,
+                                expert_budget=args.expert_budget)
     draft_name = args.draft_model or (DEMO_DRAFTER if name == DEFAULT_MODEL else "none")
     drafter = None if draft_name == "none" else load_draft(draft_name, model, tokenizer=tokenizer, bits=args.draft_bits)
     loop = open_loop(
@@ -598,7 +616,9 @@ def open_model(args) -> tuple[Served, ServeLoop, str]:
         memory_limit_gb=(memory_limit(args.memory_limit_gb) - shelf_bytes(args)) / 1e9)
     limits = getattr(getattr(model, "language_model", model), "args", None)
     context = getattr(limits, "max_position_embeddings", None)
-    return Served(name, tokenizer, vocabulary(model), context, defaults, args.max_tokens, args.chat_template_config), loop, draft_name
+    served = Served(
+        name, tokenizer, vocabulary(model), context, defaults, args.max_tokens, template=args.chat_template_config, domain=args.domain)
+    return served, loop, draft_name
 
 # %% ../nbs/15_server.ipynb #0a5bcb2e
 async def web(app: Starlette, sock: socket.socket, signals: socket.socket, *, grace_s: float, header_s: float) -> None:
@@ -655,7 +675,7 @@ def run(args) -> int:
     sock = bind(args.host, args.port)
     (served, loop, draft_name), room = open_model(args), shelf_bytes(args)
     desk = Desk(
-        served, Engine(loop, shelf=Shelf(room) if room else None), max_rows=args.max_rows, max_queue=args.queue, timeout_s=args.timeout,
+        served, Engine(loop, shelf=Shelf(room) if room else None), max_rows=loop.max_rows, max_queue=args.queue, timeout_s=args.timeout,
         stall_s=args.stall_timeout, max_body=args.max_body, body_s=args.body_timeout)
     app = make_app(desk, api_key=args.api_key, origins=args.cors_origin)
     sock.listen(128)

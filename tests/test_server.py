@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from server_process import ServerProcess
 
 from mlx_spark.cli import main
+from mlx_spark.expert_file import pack_experts
 from mlx_spark.generate import compare_ids, stream_generate
 from mlx_spark.targets import load, save_tiny
 
@@ -306,6 +307,22 @@ def test_client_gone(server):
         begun = time.monotonic()
         while server.health()["running"]: assert time.monotonic() - begun < 3
     assert post(server, prompt="x").status_code == 200
+
+
+def test_domain_with_experts_on_disk(tmp_path):
+    model = str(save_tiny(tmp_path / "moe", "qwen3_moe"))
+    pack_experts(model, tmp_path / "experts", progress=False)
+    flags = ["--model", model, "--expert-offload", str(tmp_path / "experts"), "--expert-budget", "60%", "--draft-model", "ngram"]
+    with ServerProcess(*flags, MLX_SPARK_CACHE=str(tmp_path / "cache")) as process:
+        body = {"prompt": "def f(x):", "max_tokens": 12, "return_token_ids": True}
+        with ThreadPoolExecutor(3) as pool: answers = list(pool.map(lambda d: post(process, **body, domain=d), ("coding", None, "chat")))
+        plain = alone(load(model), body["prompt"], 12)[1]
+        for answer in answers: assert answer.json()["choices"][0]["token_ids"] == plain
+        answer = post(process, **body, domain="../../etc")
+        assert answer.status_code == 400 and "a domain is named by up to 64 letters" in answer.json()["error"]["message"]
+        assert process.stop() == 0
+    profiles = {p.stem.split("--")[-1] for p in (tmp_path / "cache").rglob("*.json") if "profiles" in str(p)}
+    assert any("coding" in p for p in profiles) and any("chat" in p for p in profiles), profiles
 
 
 # ---- a small server: one row, one place in the queue, a key ----

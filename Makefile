@@ -1,6 +1,6 @@
 # make demo: set up .venv and decode with SmolLM2, plain and speculative, side by side
 # make test: the notebooks and tests/        make test-all: what it leaves out, slow cells and those that need weights
-# On a CUDA machine: make demo EXTRAS=cuda,plot        Another Python: make demo PYTHON=/path/to/python
+# On a CUDA machine: make demo EXTRAS=cuda,plot,serve        Another Python: make demo PYTHON=/path/to/python
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,9 +9,9 @@ FLAGS ?=
 
 # mlx[cpu] brings the Linux library; on a Mac MLX itself has Metal
 ifeq ($(shell uname -s),Darwin)
-EXTRAS ?= plot
+EXTRAS ?= plot,serve
 else
-EXTRAS ?= cpu,plot
+EXTRAS ?= cpu,plot,serve
 endif
 
 # the first of these that runs, is new enough and can make a virtual environment

@@ -7,12 +7,12 @@ __all__ = ['COMMANDS', 'USER_ERRORS', 'LOOKUP_NAMES', 'SHIPPED', 'DEFAULT_MODEL'
            'Command', 'is_there', 'available', 'overview', 'Parser', 'dispatch', 'one_line', 'main', 'shipped_drafters',
            'read_config', 'is_drafter', 'loading', 'check_same_vocabulary', 'quantize_model', 'load_draft',
            'open_draft', 'can_spell', 'id_list', 'check_ids', 'chat_ids', 'prompt_ids', 'Answer', 'decode', 'show_id',
-           'show_piece', 'speeds', 'compared', 'verdict', 'positive', 'seed_number', 'json_object', 'truth',
-           'add_prompt_arguments', 'add_decoding_arguments', 'add_draft_arguments', 'add_generate_arguments',
+           'show_piece', 'speeds', 'compared', 'verdict', 'positive', 'seed_number', 'json_object', 'threshold',
+           'truth', 'add_prompt_arguments', 'add_decoding_arguments', 'add_draft_arguments', 'add_generate_arguments',
            'read_sampling', 'open_cache', 'load_target', 'decoding_options', 'setting', 'open_drafter',
-           'has_confidence', 'warn_threshold', 'draft_cost', 'cost_line', 'run_generate', 'ask', 'warm_up', 'as_law',
-           'number', 'summary', 'demo_drafter', 'add_demo_arguments', 'run_demo', 'demo', 'demo_ids', 'both_ways',
-           'demo_totals', 'blas_line', 'demo_table']
+           'has_confidence', 'warn_threshold', 'draft_cost', 'cost_line', 'run_generate', 'ask', 'warm_up', 'hinted',
+           'experts_at_work', 'as_law', 'number', 'summary', 'demo_drafter', 'add_demo_arguments', 'run_demo', 'demo',
+           'demo_ids', 'both_ways', 'demo_totals', 'blas_line', 'demo_table']
 
 # %% ../nbs/33_cli.ipynb #b8e9c2ea
 import argparse
@@ -264,6 +264,7 @@ class Answer:
     times: list[float]   # s, when each token came; any origin
     drafted: list[bool]  # which tokens were accepted drafts
     last: Any            # the last response: prompt_tps, peak_memory, finish_reason, ...
+    n_parked: int = 0    # tokens for which the drafter was not asked, because it was losing time
 
     @property
     def n_cycles(self) -> int: return self.drafted[1:].count(False) + (len(self.ids) > 1 and self.drafted[-1])
@@ -277,14 +278,14 @@ def decode(
 ) -> Answer:
     "Decode a prompt to its end, noting when each token came."
     from mlx_spark.generate import stream_generate
-    text, ids, times, drafted = "", [], [], []
+    text, ids, times, drafted, n_parked = "", [], [], [], 0
     for r in stream_generate(model, tokenizer, prompt, draft_model=drafter, **options):
         times.append(time.perf_counter())
         ids.append(int(r.token))
         drafted.append(r.from_draft)
-        text += r.text
+        text, n_parked = text + r.text, n_parked + r.parked
         if show: show(r)
-    return Answer(text, ids, times, drafted, r)
+    return Answer(text, ids, times, drafted, r, n_parked)
 
 def show_id(r) -> None:
     "Print the id of a token of a model that cannot spell."
@@ -343,6 +344,10 @@ def json_object(text: str) -> dict:
     if not isinstance(value, dict): raise argparse.ArgumentTypeError(f"wanted a JSON object, got {text!r}")
     return value
 
+def threshold(text: str) -> float | str:
+    "An argparse type: a confidence, or the word calibrated."
+    return text if text == "calibrated" else float(text)
+
 def truth(text: str) -> bool: return text.lower() not in ("false", "f")
 
 # %% ../nbs/33_cli.ipynb #ca99b98a
@@ -387,18 +392,23 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags that say who guesses ahead."
     add = parser.add_argument
     add("--draft-model", metavar="NAME", help="ngram (prompt lookup), none, a DSpark drafter, or an mlx-lm model")
-    add("--num-draft-tokens", type=positive, help="drafts in a cycle; default: the drafter's own number")
-    add("--confidence-threshold", type=float, default=0.0, help="0..1: drop drafts from the first one below it on")
+    add("--num-draft-tokens", type=positive, help="drafts in every cycle; default: as many as pay, cycle by cycle")
+    add("--confidence-threshold", type=threshold, default=0.0, metavar="C", help="0..1: drop drafts from the first one below "
+        "it on; calibrated: below what `calibrate --target` found for its position")
     add("--draft-bits", type=int, help="quantize the drafter's weights")
     add("--json", action="store_true", help="one line of JSON, the last of stdout; all else on stderr")
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     "Flags of `mlx_spark generate`."
+    from mlx_spark.offload import add_offload_arguments
     add_prompt_arguments(parser)
     add_decoding_arguments(parser)
     add = parser.add_argument
     add("--verbose", type=truth, default=True, metavar="True|False", help="False: print the answer only")
     add_draft_arguments(parser)
+    add_offload_arguments(parser)
+    add("--pinned-experts", type=float, metavar="NATS", help="route only to the hot experts of --domain; CHANGES THE ANSWER, "
+        "and is refused above this divergence a token from the exact model")
     add("--compare", action="store_true", help="decode plainly, too: same ids? how much faster?")
 
 # %% ../nbs/33_cli.ipynb #61c4df9f
@@ -436,7 +446,8 @@ def load_target(args, facts: dict) -> tuple:
     config = json.loads(facts.get("tokenizer_config", "{}"))
     if args.trust_remote_code: config["trust_remote_code"] = True
     with loading("target", name):
-        model, tokenizer = load(name, adapter_path=args.adapter_path, tokenizer_config=config)
+        model, tokenizer = load(name, adapter_path=args.adapter_path, tokenizer_config=config,
+                                expert_offload=args.expert_offload, expert_budget=args.expert_budget)
     for token in args.extra_eos_token: tokenizer.add_eos_token(token)
     return name, model, tokenizer
 
@@ -470,9 +481,10 @@ def has_confidence(drafter) -> bool:
 
 def warn_threshold(args, drafter) -> None:
     "Say when --confidence-threshold cannot have an effect."
-    if not 0 < args.confidence_threshold <= 1 or has_confidence(drafter): return
+    wanted = args.confidence_threshold
+    if wanted != "calibrated" and not 0 < wanted <= 1 or has_confidence(drafter): return
     why = f"{args.draft_model} gives no confidences" if args.draft_model else "there is no drafter"
-    print(f"mlx_spark: --confidence-threshold {args.confidence_threshold:g} has no effect, {why}", file=sys.stderr)
+    print(f"mlx_spark: --confidence-threshold {wanted} has no effect, {why}", file=sys.stderr)
 
 def draft_cost(drafter, n: int | None, context: int) -> dict[str, int | None]:
     "Bytes of the drafter's own weights, and bytes read in a round of n drafts; None where not known."
@@ -510,14 +522,15 @@ def ask(args) -> dict[str, Any]:
     cost = draft_cost(drafter, args.num_draft_tokens, len(prompt))
     if args.verbose and cost["draft_bytes"]: print(cost_line(cost), file=sys.stderr)
     once = partial(decode, model, tokenizer, prompt, **options)
-    if args.compare: warm_up(once, drafter)
-    ours = once(drafter=drafter, show=show_piece if can_spell(tokenizer) else show_id, prompt_cache=cache)
-    plain = [once()] if args.compare else []
+    with hinted(args, model, tokenizer):
+        if args.compare: warm_up(once, drafter)
+        ours = once(drafter=drafter, show=show_piece if can_spell(tokenizer) else show_id, prompt_cache=cache)
+        plain = [once()] if args.compare else []
     result = {
         "model": name, "draft_model": args.draft_model, "prompt_tokens": len(prompt), "tokens": len(ours.ids),
         "text": ours.text, "ids": ours.ids, "finish_reason": ours.last.finish_reason, **speeds([ours], plain),
         "prompt_tok_s": ours.last.prompt_tps, "peak_memory_gb": ours.last.peak_memory,
-        **cost, **setting(model), "ids_match": None}
+        "parked_tokens": ours.n_parked, **cost, **experts_at_work(model), **setting(model), "ids_match": None}
     kept = {name: options[name] for name in CACHE_OPTIONS}
     for p in plain: result |= compared(model, prompt, ours, p, as_law(options["sampler"]), **kept)
     print(f"\n{'=' * 10}\n{summary(result)}" if args.verbose else "")
@@ -528,6 +541,23 @@ def warm_up(once, drafter) -> None:
     "A few tokens either way, whatever was asked for."
     once(drafter=drafter, max_tokens=16)
     once(max_tokens=8)
+
+def hinted(args, model, tokenizer):
+    "A context in which the experts of --domain are made resident, or alone may be used."
+    from mlx_spark.offload import of
+    from mlx_spark.prefetch import domain, pin_for_domain
+    if args.pinned_experts is not None:
+        if args.domain is None: raise ValueError("--pinned-experts wants the --domain whose experts are meant")
+        pin_for_domain(model, tokenizer, of(model), args.domain, max_kl=args.pinned_experts)
+    return domain(of(model), args.domain)
+
+def experts_at_work(model) -> dict:
+    "What decoding found of the experts under a budget; nothing for a model without one."
+    from mlx_spark.offload import of
+    if (offload := of(model)) is None: return {}
+    c = offload.counters["decode"]
+    return {"experts": {"hit_pct": c.hit_pct, "lookups": c.lookups, "read_bytes": c.read_bytes, "stall_ms_a_token": c.stall_ms_per_token,
+                        "budget_bytes": offload.budget_bytes, "pool_bytes": offload.pool_bytes}}
 
 def as_law(sampler):
     "The law of a sampler; a function counts as sampling at temperature 1."
@@ -543,6 +573,10 @@ def summary(r: dict[str, Any]) -> str:
     if r["plain_tok_s"]:
         ratio = number(r["speedup"], "{:.2f}x")
         lines.append(f"Plain: {number(r['plain_tok_s'])} tokens/s, ids {verdict(r)}, ratio {ratio}")
+    if r["parked_tokens"]: lines.append(f"Drafting lost time: {r['parked_tokens']} tokens were decoded plainly")
+    if e := r.get("experts"):
+        lines.append(f"Experts: {e['hit_pct']:.1f} % of {e['lookups']} lookups in memory, {e['read_bytes'] / 1e6:.1f} MB read, "
+                     f"{e['stall_ms_a_token']:.1f} ms a token waiting; budget {e['budget_bytes'] / 1e6:.1f} MB")
     for t in r.get("ties", []): lines.append(f"At token {t['position']} the two best logits are {t['margin']:.2g} apart")
     return "\n".join([*lines, f"Peak memory: {r['peak_memory_gb']:.2f} GB ({r['dtype']}, {r['device']}, {r['blas']})"])
 

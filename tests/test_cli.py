@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_spark.cli import DEMO_PROMPTS, available, main, shipped_drafters
+from mlx_spark.cli import DEMO_PROMPTS, Parser, available, main, shipped_drafters
 from mlx_spark.targets import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -246,11 +246,20 @@ def check_python(code):
 
 def test_commands_run(tiny):
     lines = [line for line in "\n".join(blocks("sh")).splitlines() if line.startswith("mlx_spark ")]
-    assert lines
-    for line in lines:
+    assert len(lines) > 4
+    for line in lines: check_flags(*shlex.split(line, comments=True)[1:])
+    for line in (line for line in lines if "--compare" in line):
         line = line.replace("smollm2-135m-dspark", "ngram").replace("smollm2-135m", tiny)
         done = shell(*shlex.split(line, comments=True)[1:])
         assert done.returncode == 0 and "ids equal" in done.stdout, done.stderr
+
+
+def check_flags(name, *argv):
+    "The command is there and knows these flags."
+    command = available()[name]
+    module, parser = importlib.import_module(f"mlx_spark.{command.module}"), Parser()
+    getattr(module, command.add)(parser)
+    parser.parse_args(argv)
 
 
 def test_drafters_named_are_shipped():

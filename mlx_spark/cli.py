@@ -56,7 +56,7 @@ COMMANDS = (
             "add_analyze_arguments", "run_analyze"),
     Command("replay", "residency", "replay recorded experts under residency policies and memory budgets"),
     Command("pack-experts", "expert_file", "write a model's experts to a page-aligned file that can be mapped"),
-    Command("fit", "fit", "does a model fit this memory, and how long a context? with and without its experts on disk"),
+    Command("fit", "fit", "does a model fit this memory, experts on disk or not?"),
 )
 
 # %% ../nbs/33_cli.ipynb #24929fa8

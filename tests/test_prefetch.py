@@ -71,10 +71,10 @@ def test_too_few_warm_experts_are_noticed():
     assert mx.array_equal(model(tokens()), build("qwen3_moe")(tokens()))   # and the model is whole again
 
 def test_group_limits_that_pinning_cannot_reach_are_noticed():
-    "All warm experts in one group of two, top 2 of a group chosen by the sum of its two best: one warm expert in a group is not enough."
+    "One warm expert in each of two groups, of which one is permitted: the second choice falls on a score of 0 in the other group, whoever that is."
     model = build("deepseek_v3")
     layers = moe_modules(model)
-    keys = [(layer, e) for layer in layers for e in (0, 4)]
+    keys = [(layer, e) for layer in layers for e in (1, 6)]
     with pytest.raises(ValueError, match="deepseek_v3.*limits the choice"): pinned_kl(model, keys, [tokens()[0].tolist()])
 
 # --- hints -----------------------------------------------------------------------------------------------------

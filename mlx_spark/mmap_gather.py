@@ -311,6 +311,9 @@ def _trim(self, layer: int, read: Iterable, stay: Iterable):
             end = _down(region.at(first + (b + 1) * stride)) if b < n - 1 else region.address + _up(region.n_bytes)
             _advise(start, end - start, MADV_DONTNEED)
 
+MappedExperts.trim = _trim
+
+# %% ../nbs/22_mmap_gather.ipynb #51230c48
 def _fetch(self, key: tuple, populate: bool):
     "Bring one expert in."
     spans = self.spans(*key)
@@ -346,7 +349,7 @@ def _workers(self, threads: int) -> ThreadPoolExecutor:
     if self.threads != threads: self.threads, self.pool = threads, ThreadPoolExecutor(threads, thread_name_prefix="experts")
     return self.pool
 
-MappedExperts.trim, MappedExperts.fetch, MappedExperts.read, MappedExperts.workers = _trim, _fetch, _read, _workers
+MappedExperts.fetch, MappedExperts.read, MappedExperts.workers = _fetch, _read, _workers
 
 # %% ../nbs/22_mmap_gather.ipynb #1cef54f9
 def _present(address: int, n_bytes: int) -> int: # bytes

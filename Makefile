@@ -30,11 +30,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.dev
 	$(TEST) nbdev_test --n_workers $(WORKERS) --timing --flags "$(FLAGS)"
-	$(TEST) pytest -q -m "not slow and not weights" tests
+	$(TEST) pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not weights" tests
 
 test-all: $(VENV)/.dev
-	$(TEST) nbdev_test --n_workers $(WORKERS) --timing --flags "slow weights $(FLAGS)"
-	$(TEST) pytest -q -m "slow or weights" tests
+	grep -lE '^ *"#. (slow|weights)' nbs/[0-9]*.ipynb | $(TEST) xargs -P $(WORKERS) -n 1 nbdev_test --timing --flags "slow weights $(FLAGS)" --path
+	$(TEST) pytest -q -n $(WORKERS) --dist loadfile -m "slow or weights" tests
 
 dev: $(VENV)/.dev
 

@@ -335,7 +335,6 @@ MISSED = 64 # tokens whose taps are kept back at most
 class Fed:
     "A pass over one token, not committed yet; nothing is there if it broke off."
     logits: mx.array | None = None   # (1, 1, V)
-    taps: mx.array | None = None     # (1, 1, m*D)
     logprobs: mx.array | None = None # (1, V), and
     token: mx.array | None = None    # (1,) the next token; not where processors have a say
 
@@ -344,7 +343,7 @@ def feed(run: Decoding, token: mx.array) -> None: # (1, 1)
     run.rewinder.mark(rows=1)
     run.fed = Fed()
     with run.taps or nullcontext(): logits = run.model(token, cache=run.cache)
-    run.fed = fed = Fed(logits, run.taps and run.taps.take())
+    run.fed = fed = Fed(logits)
     if run.processors: return
     fed.logprobs = log_probs(logits)[:, -1]
     if run.sampling is None: fed.token = run.sampler(fed.logprobs)
@@ -356,10 +355,10 @@ def feed(run: Decoding, token: mx.array) -> None: # (1, 1)
 def keep_fed(run: Decoding) -> Fed:
     "Commit the pass over the anchor; the source hears of it later."
     fed, run.fed, run.owed = run.fed, None, False
+    run.missed.append((run.anchor, run.taps and run.taps.take()))    # under way already: taking starts no second pass
     run.rewinder.commit(1)
     quantize_kv(run)
-    run.missed.append((run.anchor, fed.taps))
-    if fed.taps is not None and len(run.missed) >= MISSED: catch_up(run)
+    if run.taps and len(run.missed) >= MISSED: catch_up(run)
     return fed
 
 # %% ../nbs/13_generate.ipynb #74c4ac2f

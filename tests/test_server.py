@@ -230,6 +230,15 @@ def test_load(crowd, target):
     assert crowd.metric('mlx_spark_memory_bytes{purpose="prompt_cache"}') <= 2e6
 
 
+def test_same_beginning_is_reused(crowd, target):
+    "This drafter's state can be cut, so that prompts need only begin alike."
+    start = "You are a parrot. " * 4
+    for i, text in enumerate((start + "Hello!", start + "Hello!", start + "Who?")):
+        answer = post(crowd, prompt=text, max_tokens=16, return_token_ids=True).json()
+        assert answer["choices"][0]["token_ids"] == alone(target, text, 16)[1]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (0, len(text) - 1, len(start))[i]
+
+
 # ---- faults ----
 
 @pytest.mark.parametrize("body,said", [
@@ -455,4 +464,8 @@ def test_embedded_default():
         answer = post(process, "/v1/chat/completions", messages=asked("What is the capital of France?"), max_tokens=20).json()
         assert "Paris" in answer["choices"][0]["message"]["content"] and answer["model"] == "smollm2-135m"
         assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+        again = post(process, "/v1/chat/completions", messages=asked("What is the capital of France?"), max_tokens=20, num_draft_tokens=4).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+        assert again["choices"][0]["message"] == answer["choices"][0]["message"]
+        assert again["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 3   # the drafter's context came along
         assert process.stop() == 0

@@ -248,10 +248,10 @@ if sys.argv[3] != "exit":
     except RuntimeError as e: print(e)
     if kept is not None: assert np.array_equal(np.array(kept), wanted)
     del kept
-for _ in range(20):
-    big = [mx.random.uniform(shape=(n,)) for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20)]
-    mx.eval(big)
-    del big
+for _ in range(3):                                                   # arrays of the regions' sizes, all at the same time
+    held = [mx.ones((n,)) for n in [*range(256, 16384, 32), 1 << 18, 1 << 20]]
+    mx.eval(held)
+    del held
 print("alive")
 """
 
@@ -264,6 +264,16 @@ def test_memory_can_be_recycled_after_release(tmp_path, how):
     said = subprocess.run([sys.executable, "-c", RELEASE, str(folder), str(tmp_path / "experts"), how], capture_output=True, text=True, cwd=Path(mlx_spark.__file__).parents[1])
     assert said.returncode == 0, (said.returncode, said.stderr)
     assert said.stdout.splitlines() == (["1 regions stay mapped: arrays made from mapped parameters still look at them"] if how == "slice" else []) + ["alive"]
+
+
+def test_release_refuses_while_the_model_lives(tiny):
+    model, _, experts = tiny
+    ids = mx.array([[1, 2, 3]])
+    wanted = model(ids)
+    mx.eval(wanted)
+    with pytest.raises(RuntimeError, match="delete the model first"): experts.release()
+    experts.drop_all()
+    assert mx.array_equal(model(ids), wanted)
 
 
 def test_a_file_replaced_meanwhile_stays_the_old_one(tmp_path):

@@ -235,6 +235,21 @@ def test_warming_in_another_thread(packed, wanted):
     assert {key for key in keys if key in offload.policy} == offload.resident
 
 
+def test_warming_more_than_fits_keeps_the_last(packed):
+    model, offload = on_disk(packed, budget="50%")
+    offload.warm([(layer, e) for layer in range(4) for e in range(8)])
+    assert offload.mapped.resident_bytes() == offload.budget_bytes == 16 * offload.expert_bytes[0]
+    assert offload.resident == {(layer, e) for layer in (2, 3) for e in range(8)}
+
+
+def test_a_policy_that_cannot_live_below_the_cycle_is_replaced_on_the_way(packed, wanted):
+    model, offload = on_disk(packed, budget="50%")
+    assert same(run(model), wanted["qwen3_moe"]) and offload.policy_name == "lru"
+    with pytest.warns(UserWarning, match="layerlfu-strict instead"): offload.set_budget("10%")
+    assert offload.policy_name == "layerlfu-strict" and offload.mapped.resident_bytes() <= offload.budget_bytes
+    assert same(run(model), wanted["qwen3_moe"])
+
+
 def test_an_own_policy_and_its_own_budget(packed, wanted):
     model, offload = on_disk(packed, budget="50%", policy=LRU(10**9, {layer: 18 * 4096 for layer in range(4)}))
     assert same(run(model), wanted["qwen3_moe"])

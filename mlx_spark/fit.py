@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
+from io import StringIO
 from pathlib import Path
 
 import mlx.core as mx
@@ -51,7 +52,7 @@ def lazy_model(
     model.load_weights(cast, strict=False)
     if q := config.get("quantization"): _follow(model, q)
     elif quantize:
-        with redirect_stdout(sys.stderr): model, _ = quantize_model(model, config, **{"group_size": None, "bits": None} | quantize)
+        with redirect_stdout(StringIO()): model, _ = quantize_model(model, config, **{"group_size": None, "bits": None} | quantize)
     return model
 
 def _follow(model: nn.Module, q: dict):

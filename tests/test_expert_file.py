@@ -293,6 +293,19 @@ def test_unfinished_says_how_to_go_on(tmp_path, monkeypatch):
     check(folder, tmp_path / "out")
     assert other.layout == "expert"
 
+def test_a_journal_of_other_weights_is_not_continued(tmp_path):
+    "The same sizes, so only the plan's checksum tells."
+    model, config = build("qwen3_moe"), config_of("qwen3_moe")
+    folder = save(tmp_path / "model", model, config)
+    plan, arrays = expert_file._plan(folder, "tensor", None)
+    def until(layer):
+        if layer == 2: raise KeyboardInterrupt
+        return {n: a for n, a in arrays.items() if f"layers.{layer}." in n}
+    with pytest.raises(KeyboardInterrupt): write_experts(tmp_path / "out", plan, until, progress=False)
+    other = save(tmp_path / "other", model, config, {n: w + 1 for n, w in tree_flatten(model.parameters())})
+    pack_experts(other, tmp_path / "out", verify=True, progress=False)
+    check(other, tmp_path / "out")
+
 def test_a_finished_file_is_left_alone_and_another_refused(tmp_path):
     folder = save(tmp_path / "model", build("qwen3_moe"), config_of("qwen3_moe"))
     out = tmp_path / "out"

@@ -17,6 +17,7 @@ from mlx_spark.expert_file import pack_experts
 from mlx_spark.expert_trace import TraceWriter, expert_bytes, moe_modules
 from mlx_spark.fit import add_arguments, anatomy, fit, kv_bytes, lazy_model, open_model, run
 from mlx_spark.residency import synthetic_trace
+from mlx_spark.targets import save_tiny, tiny_target
 
 RATES = dict(weight_rate=1e9, disk_rate=1e8)
 QUANTIZE = {"fp": None, "affine3": dict(bits=3, group_size=32), "affine8": dict(bits=8, group_size=32), "mxfp4": dict(mode="mxfp4"), "nvfp4": dict(mode="nvfp4")}
@@ -83,6 +84,14 @@ def test_weights_that_were_inferred_count(tmp_path):
     nn.quantize(model, group_size=32, bits=8, class_predicate=lambda p, m: "switch_mlp" in p and hasattr(m, "to_quantized"))
     folder = save(tmp_path / "model", model, config_of("qwen3_moe") | {"quantization": {"group_size": 64, "bits": 4}})
     assert fit(folder, 1e9, **RATES)["weight_bytes"] == real_bytes(model)
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_modules_that_no_entry_names_follow_their_class(family, tmp_path):
+    "Routers that a class wants in 8 bits and groups of 64, in a configuration that says only 4 bits and 32."
+    folder = save_tiny(tmp_path / "model", family, bits=4)
+    real = tiny_target(family, bits=4)[0]
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+    assert anatomy(lazy_model(config))["weight_bytes"] == real_bytes(real) == fit(folder, 1e9, **RATES)["weight_bytes"]
 
 def verdicts(config, sizes, **options): return [fit(config, s, **dict(usable=1, context=256, chunk=64) | RATES | options)["verdict"].split(" at ")[0].split(":")[0] for s in sizes]
 

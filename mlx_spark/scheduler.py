@@ -136,9 +136,10 @@ def profile(
     "Median times of target passes, and of the drafter's, on this machine."
     tokens = list(tokens or lengths_of_interest(getattr(source, "max_draft", 0)))
     cache, ids, samples = make_cache(model), some_ids(model, context), {n: [] for n in tokens}
-    began = time.perf_counter()
+    tapped = Taps(model, source.tap_layers) if source is not None and source.tap_layers else nullcontext()
+    with tapped as taps: mx.eval(model(ids, cache=cache))
+    rows, began = taps and taps.take(), time.perf_counter()
     with Rewinder(model, cache) as rewinder:
-        mx.eval(model(ids, cache=cache))
         while len(samples[1]) <= repeats and (not samples[1] or time.perf_counter() - began < budget_s):
             for n in tokens:
                 rewinder.mark()
@@ -146,7 +147,7 @@ def profile(
                 mx.eval(model(ids[:, :n], cache=cache))
                 samples[n].append(1e3 * (time.perf_counter() - tic))
                 rewinder.commit(0)
-    draft_ms = 0.0 if source is None else profile_draft(model, source, ids, repeats)
+    draft_ms = 0.0 if source is None else profile_draft(model, source, ids, cache, rows, repeats)
     verify_ms = [float(np.median(samples[n][1:] or samples[n])) for n in tokens]
     return Costs(tokens, verify_ms, draft_ms, fingerprint(model, source, context))
 
@@ -161,13 +162,10 @@ def some_ids(model, n: int) -> mx.array: # (1, n)
     return (mx.arange(max(n, 64)) * 7919 % n_vocab)[None]
 
 # %% ../nbs/11_scheduler.ipynb #54663833
-def profile_draft(model, source, ids: mx.array, repeats: int) -> float:
-    "Median time of a proposal of full length, confidences included, behind the tokens `ids` (1, T)."
+def profile_draft(model, source, ids: mx.array, cache: list, rows: mx.array | None, repeats: int) -> float:
+    "Median time of a proposal of full length, confidences included, behind the tokens `ids` (1, T), whose taps are `rows`."
     samples = []
-    source.start([ids[0].tolist()], target=model, cache=(cache := make_cache(model)), sampling=Sampling())
-    with Taps(model, source.tap_layers) if source.tap_layers else nullcontext() as taps:
-        mx.eval(model(ids, cache=cache))
-        rows = taps.take() if source.tap_layers else None
+    source.start([ids[0].tolist()], target=model, cache=cache, sampling=Sampling())
     source.observe(ids, [ids.shape[1]], rows)
     for _ in range(repeats + 1):
         tic = time.perf_counter()
@@ -308,7 +306,8 @@ class Planner:
         if gamma < 1: raise ValueError(f"a block has at least 1 draft, got gamma {gamma}")
         self.gamma, self.greedy, self.parking = gamma, greedy, parking or Parking()
         self.confident, self.timed, self.watch = confident, timed, CostWatch(costs)
-        self.rounds, self.n_plain = deque(maxlen=24), 0                  # (tokens, ms) of late; plain steps since the last
+        self.rounds = deque(maxlen=24)                                   # (tokens, ms, ms by the profile) of late
+        self.n_plain = self.n_drafted = 0                                # steps of either kind since one of the other
         self.round_ms, self.plain_ms = np.array([costs.round_ms(n) for n in range(gamma + 1)]), costs.plain_ms
         self.kept, self.tried = np.full(gamma, OPTIMISM[0]), np.full(gamma, OPTIMISM[1])
         self.tokens, self.time_ms = 0.0, 0.0                             # of late, decaying
@@ -350,7 +349,7 @@ def observe_round(
     else: ms = planner.round_ms[n] if drafted else planner.plain_ms
     if not drafted:
         planner.plain_seen.append(ms)
-        planner.n_plain += 1
+        planner.n_plain, planner.n_drafted = planner.n_plain + 1, 0
         planner.parking.plain(changed)
         return appeal(planner) if planner.n_plain == APPEAL and planner.parked else None
     reached = np.arange(planner.gamma) <= min(n_accepted, n - 1)
@@ -359,8 +358,8 @@ def observe_round(
     planner.tried = fade * planner.tried + np.where(reached, 1, .005 * OPTIMISM[1])
     planner.tokens = .95 * planner.tokens + 1 + n_accepted
     planner.time_ms = .95 * planner.time_ms + planner.round_ms[n]
-    planner.rounds.append((1 + n_accepted, ms))
-    planner.n_plain = 0
+    planner.rounds.append((1 + n_accepted, ms, planner.round_ms[n]))
+    planner.n_plain, planner.n_drafted = 0, planner.n_drafted + 1
     planner.parking.speculated(1 + n_accepted, ms / plain_step_ms(planner), hopeless=forecast(planner) < 1)
 
 def forecast(planner: Planner) -> float:
@@ -371,17 +370,18 @@ def forecast(planner: Planner) -> float:
     return float((tokens * planner.plain_ms / planner.round_ms[1:]).max())
 
 def plain_step_ms(planner: Planner) -> float:
-    "What a plain step takes: the median of those seen, one of which is the profile's."
-    return float(np.median([planner.plain_ms, *planner.plain_seen]))
+    "What a plain step takes: the median of those seen; if none were seen lately, the profile's at the machine's present speed."
+    if len(planner.plain_seen) >= APPEAL and planner.n_drafted < planner.rounds.maxlen: return float(np.median(planner.plain_seen))
+    return planner.plain_ms * float(np.median([ms / predicted for _, ms, predicted in planner.rounds]))
 
 def appeal(planner: Planner) -> None:
     "Judge the rounds before a parking by the plain steps after it; if they had not lost, end it."
     plain_ms = float(np.median(list(planner.plain_seen)[-APPEAL:]))
-    parking, lost = planner.parking, sum(ms / plain_ms - tokens for tokens, ms in planner.rounds)
+    parking, lost = planner.parking, sum(ms / plain_ms - tokens for tokens, ms, _ in planner.rounds)
     if lost <= 0: parking.parked, parking.loss, parking.n_failed = False, max(lost, -parking.bank), 0
 
 # %% ../nbs/11_scheduler.ipynb #eec4de4e
-LONGEST_CONTEXT = 256 # tokens behind which a profile is taken at most
+LONGEST_CONTEXT = 128 # tokens behind which a profile is taken at most
 REFRESH_S = 300.0     # a profile that turns out wrong is taken anew, but not before it is so old
 _IN_USE = {}          # key -> watch of the last request, time at which its costs were measured or read
 

@@ -6,6 +6,7 @@ Resumable: each (R, way, repeat) is kept in --parts as it is done; a run stops b
 End-of-text tokens do not end an answer here, so that every way decodes R x max_tokens tokens; prefill is not counted.
 """
 import argparse, json, sys, time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -71,6 +72,9 @@ if __name__ == "__main__":
         with parts.open("a") as f: f.write(json.dumps(row) + "\n")
         print(R, way, repeat, {k: v for k, v in row.items() if k != "ids"}, flush=True)
     if any((R, way, r) not in {(d["R"], d["way"], d["repeat"]) for d in done} for r in range(a.repeats) for R in a.rows for way in a.ways): sys.exit("not finished: run it again")
+    if not todo: model, tokenizer = load("smollm2-135m")
+    if not todo: drafter = load_drafter("smollm2-135m-dspark", model)
+    costs = asdict(ServeLoop(model, tokenizer, draft_model=drafter, max_rows=max(a.rows)).planner.costs)
     rows = []
     for R in a.rows:
         tps = {way: [d["tok_s"] for d in done if (d["R"], d["way"]) == (R, way)] for way in a.ways}
@@ -82,4 +86,4 @@ if __name__ == "__main__":
                      "scheduled_over_best": float(np.median(tps["scheduled"]) / best)})
         print(rows[-1])
     samples = [{k: v for k, v in d.items() if k != "ids"} for d in done]
-    save_result(a.out, {"model": "smollm2-135m", "draft_model": "smollm2-135m-dspark", "dtype": "float32", "max_tokens": a.max_tokens, "rows": rows}, seeds=[0], samples=samples)
+    save_result(a.out, {"model": "smollm2-135m", "draft_model": "smollm2-135m-dspark", "dtype": "float32", "max_tokens": a.max_tokens, "costs": costs, "rows": rows}, seeds=[0], samples=samples)

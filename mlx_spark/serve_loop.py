@@ -140,19 +140,21 @@ class BatchCosts:
 # %% ../nbs/14_serve_loop.ipynb #84a4fad9
 class Ratios:
     "Measured over predicted time, by the number of tokens in the pass; of late."
-    def __init__(self): self.seen = {}
-    def observe(self, n: int, ratio: float) -> None: self.seen.setdefault(n, deque(maxlen=9)).append(ratio)
+    def __init__(self): self.seen, self.medians = {}, {}
+
+    def observe(self, n: int, ratio: float) -> None:
+        self.seen.setdefault(n, deque(maxlen=9)).append(ratio)
+        self.medians[n] = float(np.median(self.seen[n]))
 
     def at(self, n: np.ndarray | int, default: float = 1.0) -> np.ndarray:
         "Medians, interpolated between the numbers of tokens that were seen."
-        known = sorted(self.seen)
-        if not known: return np.full(np.shape(n), default)
-        return np.interp(n, known, [float(np.median(self.seen[k])) for k in known])
+        if not self.medians: return np.full(np.shape(n), default)
+        return np.interp(n, *zip(*sorted(self.medians.items())))
 
     @property
     def middle(self) -> float:
         "Of all that was seen; 1 at first."
-        return float(np.median([r for seen in self.seen.values() for r in seen])) if self.seen else 1.0
+        return float(np.median(list(self.medians.values()))) if self.medians else 1.0
 
 # %% ../nbs/14_serve_loop.ipynb #3e1db31b
 class BatchPlanner:

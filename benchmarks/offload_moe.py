@@ -6,7 +6,7 @@ python benchmarks/offload_moe.py budget  WORK --traces T [T ..] --budget 50% --c
 python benchmarks/offload_moe.py plain   WORK --traces T [T ..]   what a cold start reads, by eight threads of pread and nothing else
 python benchmarks/offload_moe.py report  WORK --source "whose traces, licence"
 
-Each command is one process of some minutes and leaves a JSON below WORK; `report` joins them, so that the parts may be taken on different occasions of a quiet machine.
+Each command is one process of a minute or two and leaves a JSON below WORK; `report` joins them, so that the parts may be taken on different occasions. QUIET=1 in the environment notes that nothing else was running.
 
 The model: layers in the shape of Qwen3-30B-A3B at 4 bits (hidden 2048, 128 experts of 768, six a token, groups of 64), 22 of its 48, so that the experts are 8.3 GB; a vocabulary of 32000. Scales are float32 as
 everything on a CPU, so an expert is 2.95 MB. Weights are random; which experts a token uses is not: the router is computed, then its choice is replaced by a recorded one (layers 0..21 of the trace, token by token,
@@ -177,7 +177,7 @@ class Run:
 
 def keep(work: Path, name: str, data: dict):
     (work / "parts").mkdir(exist_ok=True)
-    write_atomic(work / "parts" / f"{name}.json", json.dumps(data | {"taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}))
+    write_atomic(work / "parts" / f"{name}.json", json.dumps(data | {"taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "alone": bool(os.environ.get("QUIET"))}))
     print(name, {k: v for k, v in data.items() if not isinstance(v, list)}, file=sys.stderr)
 
 def summary(run: Run, base: dict) -> dict:
@@ -259,7 +259,7 @@ def row_of(part: dict, resident_tps: float, resident_ids: list) -> dict:
         sync_ms_per_token=round(1e3 * c["sync_s"] / part["tokens"], 2), read_bytes_per_s=round(c["read_bytes"] / c["stall_s"]) if c["stall_s"] else None,
         need_bytes=need, anon_bytes=anon, anon_over=round(anon / need - 1, 4), experts_resident_bytes=part["experts_resident_bytes"],
         rss_bytes=rss, rss_over=round(rss / (part["budget_bytes"] + need) - 1, 4), rss_file_peak=part["peak"]["RssFile"], mlx_active=part["end"]["mlx_active"],
-        base_anon=part["base"]["RssAnon"], base_file=part["base"]["RssFile"], taken=part["taken"])
+        base_anon=part["base"]["RssAnon"], base_file=part["base"]["RssFile"], taken=part["taken"], alone=part["alone"])
 
 def report(args):
     parts = {f.stem: json.loads(f.read_text()) for f in sorted((args.work / "parts").glob("*.json"))}
@@ -268,7 +268,7 @@ def report(args):
     rows = [row_of(p, resident, c["resident"]["ids"]) for n, p in parts.items() if n.startswith("budget-")]
     rows.sort(key=lambda r: (r["cache"], -r["budget_bytes"]))
     pick = lambda budget, cache: next((r for r in rows if r["budget"] == budget and r["cache"] == cache and r["tokens"] < 1000), None)
-    plain_s = min(parts["plain"]["call_by_call_s"]) if "plain" in parts else None
+    plain_s = min(parts["plain"]["all_at_once_s"]) if "plain" in parts else None
     plain_rate = parts["plain"]["bytes"] / plain_s if plain_s else None
     found = dict(warm_of_resident=round(mapped / resident, 4), cold_start_50_of_resident=(r := pick("50%", "start")) and r["of_resident"],
                  cold_read_of_plain=(r := pick("50%", "start")) and plain_rate and round(r["read_bytes_per_s"] / plain_rate, 4),
@@ -276,9 +276,9 @@ def report(args):
     met = {k: None if v is None else bool(v <= GOALS[k] if k.endswith("over") else v >= GOALS[k]) for k, v in found.items()}
     data = dict(
         source=args.source, model=dict(CONFIG, n_params_note="random weights, 4 bits in groups of 64, float32 scales"), expert_bytes=2949120, pool_bytes=2949120 * 128 * N_LAYERS,
-        resident_tps=round(resident, 4), mapped_100_tps=round(mapped, 4), block_tokens=c["block"], resident_peak=c["resident"]["peak"], plain=parts.get("plain"),
+        resident_tps=round(resident, 4), mapped_100_tps=round(mapped, 4), mean_tps=dict(resident=round(c["resident"]["tps"], 4), mapped=round(c["mapped"]["tps"], 4)), block_tokens=c["block"], resident_peak=c["resident"]["peak"], plain=parts.get("plain"),
         plain_bytes_per_s=plain_rate and round(plain_rate), goals=GOALS, found=found, met=met, rows=rows, long=long_of(args),
-        note="routing recorded on real models, its own order of tokens; everything else of the model is random. Two shared virtual cores, one disk: rates vary by some 10 % from one minute to the next")
+        note="tps of resident and mapped: median of blocks taken by turns in one process; of the rows: mean of all tokens, the cold first ones included. alone: nothing else was running. Plain rate: all bytes of the 50 % start row asked for at once. Routing recorded on real models, its own order of tokens; everything else of the model is random. Two shared virtual cores, one disk: rates vary by some 10 % from one minute to the next")
     save_result(RESULTS / "offload_moe.json", data, seeds=[SEED], samples={n: p.get("step_s") or {m: p[m]["step_s"] for m in ("resident", "mapped")} for n, p in parts.items() if n != "plain"})
     print(json.dumps(dict(found=found, met=met), indent=1))
 

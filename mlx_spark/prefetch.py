@@ -216,6 +216,7 @@ class Warming:
         self.stop.set()
         self.thread.join()
 
+# %% ../nbs/24_prefetch.ipynb #8aa644a6
 def warm(offload, profile: Profile) -> Warming:
     "Begin to make a profile's hot set resident, within the budget."
     wanted = offload.n_experts
@@ -338,6 +339,7 @@ def _restricted(cls, warm: mx.array): # (E,) bool
     Restricted.__name__ = Restricted.__qualname__ = cls.__name__
     return Restricted
 
+# %% ../nbs/24_prefetch.ipynb #2e191afd
 class Pins:
     "Routing of a model restricted to some experts, while installed; `remove` gives the exact model back."
     def __init__(self, model: nn.Module, keys): # (layer, expert) that may be used

@@ -60,7 +60,7 @@ class Counters:
     evicted: int = 0        # experts
     evicted_bytes: int = 0  # whole pages given back
     stall_s: float = 0.     # waiting for reads
-    sync_s: float = 0.      # waiting for the router's ids
+    sync_s: float = 0.      # waiting for the router's ids, which takes as long as computing what leads to them
 
     @property
     def hit_pct(self) -> float: return 100 * self.hits / max(self.lookups, 1)

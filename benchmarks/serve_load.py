@@ -1,6 +1,6 @@
 """Requests/s and time to first token of `mlx_spark serve` at 1, 4 and 16 clients, with and without drafter -> results/serve_load.json
 
-  python benchmarks/serve_load.py --eval FOLDER_OF_PROMPT_FILES [--max-tokens 48] [--raw FOLDER]
+  python benchmarks/serve_load.py --eval FOLDER_OF_PROMPT_FILES [--max-tokens 40] [--raw FOLDER]
 
 One server process for each row; every client asks one question after another and reads the stream. Each row is kept in --raw as soon as it is there,
 so a run that was stopped goes on. The evaluation prompts are not part of this repository: one {"turns": [...]} a line, as the DeepSpec repository ships them.
@@ -20,7 +20,7 @@ from mlx_spark.core import save_result, write_atomic
 from mlx_spark.data import read_prompts
 
 SETS = ("gsm8k", "humaneval", "mt-bench", "mbpp")
-CLIENTS = {1: 6, 4: 16, 16: 32}   # requests of each row, the same ones from the start of one list
+CLIENTS = {1: 4, 4: 12, 16: 24}   # requests of each row, the same ones from the start of one list
 DRAFTERS = ("none", "smollm2-135m-dspark")
 
 
@@ -62,7 +62,7 @@ def row(r):
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--eval", required=True); p.add_argument("--max-tokens", type=int, default=48); p.add_argument("--max-rows", type=int, default=8)
+    p.add_argument("--eval", required=True); p.add_argument("--max-tokens", type=int, default=40); p.add_argument("--max-rows", type=int, default=8)
     p.add_argument("--raw", default=str(Path(tempfile.gettempdir()) / "serve_load")); p.add_argument("--seconds", type=float, default=1e9, help="start no row after so long")
     p.add_argument("--out", default=str(Path(__file__).parent / "results/serve_load.json"))
     a = p.parse_args()

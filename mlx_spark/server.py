@@ -72,7 +72,7 @@ def prefix(state: PromptState, n: int, drafted: bool) -> PromptState | None:
 
 class Shelf:
     "Prompt states, the least recently used thrown away when they exceed `max_bytes`."
-    def __init__(self, max_bytes: int): self.max_bytes, self.states = max_bytes, []
+    def __init__(self, max_bytes: int): self.max_bytes, self.nbytes, self.states = max_bytes, 0, []
 
     def find(self, prompt: list[int], *, drafted: bool) -> PromptState | None:
         "What spares the most of a prompt, all but its last token at best."
@@ -88,10 +88,9 @@ class Shelf:
         if state is None or not state.tokens or state.nbytes > self.max_bytes: return
         def spare(s): return shared(s.tokens, state.tokens) == len(s.tokens) and prefix(state, len(s.tokens), s.source is not None)
         self.states = [s for s in self.states if not spare(s)] + [state]
-        while self.nbytes > self.max_bytes: self.states.pop(0)
-
-    @property
-    def nbytes(self) -> int: return sum(s.nbytes for s in self.states)
+        sizes = [s.nbytes for s in self.states]
+        while (total := sum(sizes)) > self.max_bytes: del sizes[0], self.states[0]
+        self.nbytes = total
 
 # %% ../nbs/15_server.ipynb #a913762e
 logger = logging.getLogger("mlx_spark.server")
@@ -108,7 +107,7 @@ class Engine:
     def __init__(
         self, loop: ServeLoop, *,
         shelf: Shelf | None = None,
-        clock=time.monotonic,
+        clock=time.monotonic,   # of `beat`
     ):
         self.loop, self.shelf, self.clock, self.commands = loop, shelf, clock, queue.SimpleQueue()
         self.open, self.failure, self.stopping = {}, None, False   # open: id -> (job, deliver), in order of arrival
@@ -158,8 +157,11 @@ def switch_domain(engine: Engine) -> None:
     "Have the experts of the running request's domain at hand; without experts on disk a domain means nothing."
     id = next(iter(engine.open), None)
     if (offload := of(engine.loop.model)) is None or id == engine.domain[0]: return
-    if engine.domain[1] is not None: engine.domain[1].end()
-    engine.domain = id, begin_domain(offload, engine.open[id][0].domain if id else None)
+    before, engine.domain = engine.domain[1], (id, None)
+    try:
+        if before is not None: before.end()
+        engine.domain = id, begin_domain(offload, engine.open[id][0].domain if id else None)
+    except (OSError, ValueError) as e: logger.warning("a domain's profile could not be used: %s", e) # only a hint
 
 # %% ../nbs/15_server.ipynb #5bb627f5
 def turn(engine: Engine) -> bool:

@@ -3,6 +3,8 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -414,6 +416,12 @@ def test_what_cannot_be_served(tiny, tmp_path, capsys):
         assert main(["serve", "--port", "0", *flags]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_without_the_extra():
+    code = "import sys; sys.modules['starlette.applications'] = None; from mlx_spark.cli import main; sys.exit(main(['serve']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install 'mlx_spark[serve]'" in done.stderr
 
 
 # ---- fuzz ----

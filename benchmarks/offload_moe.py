@@ -279,7 +279,7 @@ def report(args):
         resident_tps=round(resident, 4), mapped_100_tps=round(mapped, 4), mean_tps=dict(resident=round(c["resident"]["tps"], 4), mapped=round(c["mapped"]["tps"], 4)), block_tokens=c["block"], resident_peak=c["resident"]["peak"], plain=parts.get("plain"),
         plain_bytes_per_s=plain_rate and round(plain_rate), goals=GOALS, found=found, met=met, rows=rows, long=long_of(args),
         note="tps of resident and mapped: median of blocks taken by turns in one process; of the rows: mean of all tokens, the cold first ones included. alone: nothing else was running. Plain rate: all bytes of the 50 % start row asked for at once. Routing recorded on real models, its own order of tokens; everything else of the model is random. Two shared virtual cores, one disk: rates vary by some 10 % from one minute to the next")
-    save_result(RESULTS / "offload_moe.json", data, seeds=[SEED], samples={n: p.get("step_s") or {m: p[m]["step_s"] for m in ("resident", "mapped")} for n, p in parts.items() if n != "plain"})
+    save_result(RESULTS / "offload_moe.json", data, seeds=[SEED], samples={n: p.get("step_s") or {m: p[m]["step_s"] for m in ("resident", "mapped")} for n, p in parts.items() if n == "compare" or n.startswith("budget-")})
     print(json.dumps(dict(found=found, met=met), indent=1))
 
 def long_of(args) -> dict | None:

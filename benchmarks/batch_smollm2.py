@@ -49,7 +49,7 @@ def one_mlx_lm(model, tokenizer, prompts, max_tokens):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--eval", required=True); p.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16]); p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--ways", nargs="+", default=WAYS); p.add_argument("--max-tokens", type=int, default=64); p.add_argument("--seconds", type=float, default=330)
+    p.add_argument("--note"); p.add_argument("--ways", nargs="+", default=WAYS); p.add_argument("--max-tokens", type=int, default=64); p.add_argument("--seconds", type=float, default=330)
     p.add_argument("--parts", default="batch_smollm2.parts.jsonl"); p.add_argument("--out", default=str(Path(__file__).parent / "results/batch_smollm2.json"))
     a = p.parse_args()
     start, parts = time.monotonic(), Path(a.parts)
@@ -86,4 +86,4 @@ if __name__ == "__main__":
                      "scheduled_over_best": float(np.median(tps["scheduled"]) / best)})
         print(rows[-1])
     samples = [{k: v for k, v in d.items() if k != "ids"} for d in done]
-    save_result(a.out, {"model": "smollm2-135m", "draft_model": "smollm2-135m-dspark", "dtype": "float32", "max_tokens": a.max_tokens, "costs": costs, "rows": rows}, seeds=[0], samples=samples)
+    save_result(a.out, {"model": "smollm2-135m", "draft_model": "smollm2-135m-dspark", "dtype": "float32", "max_tokens": a.max_tokens, "costs": costs, "note": a.note, "rows": rows}, seeds=[0], samples=samples)

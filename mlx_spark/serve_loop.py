@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['MOST_UNSEEN', 'SourceRows', 'source_of_row', 'one_block', 'side_by_side', 'BatchCosts', 'Ratios', 'BatchPlanner',
-           'worth_drafting', 'watch_row', 'watch_time', 'profile_rows', 'rising', 'doubling', 'best_ms', 'make_planner',
-           'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned', 'draft_round', 'packed_ids', 'Picked',
-           'pick_round', 'uniforms', 'judge_round', 'count', 'count_all', 'commit_round', 'run_round', 'watch_round',
-           'close_event', 'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'Loop', 'waiting_row',
-           'warm_up', 'check_options', 'rows_allowed', 'ServeLoop', 'drop_cancelled', 'kv_bytes', 'final_length',
-           'fits', 'token_bytes', 'draft_token_bytes', 'memory', 'check_fits', 'save_state', 'load_state',
-           'BatchResponse', 'batch_generate', 'collect']
+           'worth_drafting', 'expected', 'watch_hope', 'watch_row', 'watch_time', 'profile_rows', 'rising', 'doubling',
+           'best_ms', 'make_planner', 'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned', 'draft_round',
+           'packed_ids', 'Picked', 'pick_round', 'uniforms', 'judge_round', 'count', 'count_all', 'commit_round',
+           'run_round', 'watch_round', 'close_event', 'begin', 'prefill_chunk', 'join', 'admit', 'leave',
+           'check_request', 'Loop', 'waiting_row', 'warm_up', 'check_options', 'rows_allowed', 'ServeLoop',
+           'drop_cancelled', 'kv_bytes', 'final_length', 'fits', 'token_bytes', 'draft_token_bytes', 'memory',
+           'check_fits', 'save_state', 'load_state', 'BatchResponse', 'batch_generate', 'collect']
 
 # %% ../nbs/14_serve_loop.ipynb #0913d30f
 import copy
@@ -164,6 +164,7 @@ class BatchPlanner:
         self.kept, self.tried = np.zeros(gamma), np.zeros(gamma) # drafts kept, and tried, at each position, of late
         self.plain, self.drafted, self.parked = Ratios(), Ratios(), False
         self.saved_ms = 2 * float(costs.passes.pass_ms(1))
+        self.hoped, self.got = 4.0, 4.0 # drafts that were expected to be kept, and that were, of late
 
     def usual(self, row: "Row") -> np.ndarray: # (gamma,)
         "Chance of each draft of this row to be kept if those before it are."
@@ -181,7 +182,8 @@ class BatchPlanner:
 
     def schedule(self, conf: np.ndarray, n_rows: int) -> Schedule: # conf (R, gamma), 0 where nothing may be verified
         "Algorithm 1 over the rows of a round in which `n_rows` draft."
-        most = int(conf.size + len(conf))
+        most, conf = int(conf.size + len(conf)), conf.copy()
+        conf[:, :1] *= min(self.got / self.hoped, 1 / max(conf[:, :1].max(), 1e-6)) # scales every survival
         return algorithm1(conf, np.r_[0.0, 1e3 / self.round_ms(np.arange(1, most + 1), n_rows)], early_stop=False)
 
 # %% ../nbs/14_serve_loop.ipynb #2af85fd1
@@ -193,11 +195,19 @@ def worth_drafting(planner: BatchPlanner, conf: np.ndarray, n_rows: int) -> list
     planner.parked = not sum(plan.lengths) or plan.throughput / 1e3 <= plain
     if not planner.parked: return plan.lengths
     lengths = plan.lengths if sum(plan.lengths) else [int(c[0] > 0) for c in conf]
-    tokens = R + sum(np.cumprod(c)[:n].sum() for c, n in zip(conf, lengths))
+    tokens = R + expected(conf, lengths) * planner.got / planner.hoped
     loss_ms = planner.round_ms(R + sum(lengths), n_rows) - tokens / plain
     if planner.saved_ms < loss_ms: return None
     planner.saved_ms -= max(loss_ms, 0.0)
     return lengths
+
+def expected(conf: np.ndarray, lengths: list[int]) -> float:
+    "Drafts that these chances promise, if so many of each row are verified."
+    return float(sum(np.cumprod(c)[:n].sum() for c, n in zip(conf, lengths)))
+
+def watch_hope(planner: BatchPlanner, hoped: float, got: int) -> None:
+    "Whoever picks the best of uncertain chances expects too much: by how much, of late."
+    planner.hoped, planner.got = 0.97 * planner.hoped + hoped, 0.97 * planner.got + got
 
 def watch_row(planner: BatchPlanner, row: "Row", n: int, n_accepted: int) -> None:
     "A row's part of a round that drafted."
@@ -317,7 +327,8 @@ def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     drafters, most, planner = drafting(loop), longest_drafts(loop), loop.planner
     lengths = most
     if planner is not None and any(most):
-        plan = worth_drafting(planner, chances(loop, most), len(drafters))
+        loop.promised = chances(loop, most)
+        plan = worth_drafting(planner, loop.promised, len(drafters))
         lengths = planned(loop, most, plan or [0] * len(most))
         if plan and planner.confident: lengths = most
     n = max(lengths, default=0)
@@ -329,7 +340,8 @@ def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     if wants and draft.confidence is not None: conf = np.array(draft.confidence, dtype=np.float64)
     if conf is not None and loop.threshold > 0: have = list(map(min, have, threshold_lengths(conf, loop.threshold)))
     if conf is not None and planner is not None and lengths is most:
-        lengths = planned(loop, most, planner.schedule(chances(loop, most, conf), len(drafters)).lengths)
+        loop.promised = chances(loop, most, conf)
+        lengths = planned(loop, most, planner.schedule(loop.promised, len(drafters)).lengths)
     out = [0] * len(most)
     for b, m in zip(drafters, have): out[b] = min(lengths[b], m)
     return draft, out
@@ -445,6 +457,8 @@ def watch_round(loop: "ServeLoop", draft: Draft | None, lengths: list[int], kept
     if loop.counters["rounds"] % 64 == 0: mx.clear_cache()
     if loop.planner is None: return
     if draft is not None:
+        free = [a for row, a in zip(loop.rows, kept) if row.request.num_draft_tokens is None]
+        watch_hope(loop.planner, expected(loop.promised, lengths), sum(free))
         for row, n, a in zip(loop.rows, lengths, kept):
             if n: watch_row(loop.planner, row, n, a)
     part = None if draft is None else draft.tokens.shape[1] / loop.gamma

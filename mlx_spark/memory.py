@@ -79,8 +79,10 @@ def machine_memory() -> int:
 
 # %% ../nbs/12_memory.ipynb #61d7575b
 def weight_bytes(models: list) -> int:
-    "Bytes of all weights; what models share counts once."
-    return sum({id(w): w.nbytes for m in models for _, w in tree_flatten(m) if isinstance(w, mx.array)}.values())
+    "Bytes of weights that memory must hold; what models share counts once, experts on disk only up to their budget."
+    weights = {id(w): w.nbytes for m in models for _, w in tree_flatten(m) if isinstance(w, mx.array)}
+    budgets = [m._offload for m in models if getattr(m, "_offload", None) is not None]
+    return sum(weights.values()) - sum(max(o.pool_bytes - o.budget_bytes, 0) for o in budgets)
 
 def check_memory(
     models: list,          # target and drafter

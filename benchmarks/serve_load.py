@@ -60,6 +60,16 @@ def row(r):
             "first_token_s_median": float(np.median(first)), "first_token_s_max": max(first), "tau": tokens / rounds}
 
 
+def ties(pairs):
+    "How many of (question, plain ids, other ids) differ by no more than rounding."
+    import mlx.core as mx
+    from mlx_spark import load
+    from mlx_spark.generate import compare_ids
+    model, tokenizer = load("smollm2-135m")
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True) for q, _, _ in pairs]
+    return sum(compare_ids(model, mx.array(prompt), plain, other).tie for prompt, (_, plain, other) in zip(prompts, pairs))
+
+
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--eval", required=True); p.add_argument("--max-tokens", type=int, default=40); p.add_argument("--max-rows", type=int, default=8)
@@ -79,10 +89,11 @@ if __name__ == "__main__":
             rows.append(json.loads(kept.read_text()))
             print(row(rows[-1]), flush=True)
     plain = {i: q["ids"] for r in rows if r["drafter"] == "none" and r["clients"] == max(CLIENTS) for i, q in enumerate(r["requests"])}
-    differ = sorted({(r["drafter"], r["clients"], i) for r in rows for i, q in enumerate(r["requests"]) if q["ids"] != plain[i]})
+    differ = [(questions[i], plain[i], q["ids"]) for r in rows for i, q in enumerate(r["requests"]) if q["ids"] != plain[i]]
+    n_ties = ties(differ) if differ else 0
     for r in rows:
         for q in r["requests"]: del q["ids"]
     result = {"model": "smollm2-135m", "max_tokens": a.max_tokens, "max_rows": a.max_rows, "rows": [row(r | {"requests": [q | {"ids": range(sum(q["piece_tokens"]))} for q in r["requests"]]}) for r in rows],
-              "ids_match": not differ, "different": differ}
-    print(result["ids_match"], differ)
+              "ids_match": not differ, "ties": n_ties, "mismatches": len(differ) - n_ties}
+    print({k: result[k] for k in ("ids_match", "ties", "mismatches")})
     save_result(a.out, result, seeds=[], samples=rows)

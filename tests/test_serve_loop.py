@@ -3,6 +3,7 @@ import copy
 import threading
 import warnings
 from functools import lru_cache
+from types import SimpleNamespace
 
 import mlx_spark  # noqa: F401  (loads a BLAS before MLX)
 import mlx.core as mx
@@ -477,7 +478,7 @@ def test_attention_of_another_kind(monkeypatch):
 
 def test_offload_runs_one_at_a_time():
     model, tokenizer = tiny_target("llama")
-    model._offload = object()
+    model._offload = SimpleNamespace(pool_bytes=0, budget_bytes=0)
     with pytest.warns(UserWarning, match="one at a time"): loop = ServeLoop(model, tokenizer)
     assert loop.max_rows == 1
 

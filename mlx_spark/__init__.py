@@ -89,7 +89,7 @@ _NAMES = {
     "Sampling": "verify", "Draft": "sources", "DraftSource": "sources", "ModelSource": "sources",
     "PromptLookup": "sources", "NoSource": "sources",
     "generate": "generate", "stream_generate": "generate", "GenerationResponse": "generate",
-    "batch_generate": "serve_loop", "ServeLoop": "serve_loop", "Request": "serve_loop",
+    "batch_generate": "serve_loop", "ServeLoop": "serve_loop", "Request": "request",
 }
 __doc__ = "Lossless DSpark speculative decoding and mmap-resident experts on MLX."
 globals().setdefault("__all__", []).extend(_NAMES)   # what `from mlx_spark import *` brings

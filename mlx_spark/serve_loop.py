@@ -6,11 +6,11 @@
 __all__ = ['MOST_UNSEEN', 'SourceRows', 'source_of_row', 'one_block', 'side_by_side', 'BatchCosts', 'Ratios', 'BatchPlanner',
            'worth_drafting', 'expected', 'watch_hope', 'watch_row', 'watch_time', 'profile_rows', 'rising', 'doubling',
            'best_ms', 'make_planner', 'batch_costs', 'drafting', 'longest_drafts', 'chances', 'planned', 'draft_round',
-           'packed_ids', 'Picked', 'pick_round', 'uniforms', 'judge_round', 'count', 'count_all', 'commit_round',
-           'run_round', 'watch_round', 'close_event', 'begin', 'prefill_chunk', 'join', 'admit', 'leave',
-           'check_request', 'Loop', 'waiting_row', 'warm_up', 'check_options', 'rows_allowed', 'ServeLoop',
-           'drop_cancelled', 'kv_bytes', 'final_length', 'fits', 'token_bytes', 'draft_token_bytes', 'memory',
-           'check_fits', 'save_state', 'load_state', 'BatchResponse', 'batch_generate', 'collect']
+           'packed_ids', 'Picked', 'pick_round', 'judge_round', 'count', 'count_all', 'commit_round', 'run_round',
+           'watch_round', 'close_event', 'begin', 'prefill_chunk', 'join', 'admit', 'leave', 'check_request', 'Loop',
+           'waiting_row', 'warm_up', 'check_options', 'rows_allowed', 'ServeLoop', 'drop_cancelled', 'kv_bytes',
+           'final_length', 'fits', 'token_bytes', 'draft_token_bytes', 'memory', 'check_fits', 'save_state',
+           'load_state', 'BatchResponse', 'batch_generate', 'collect']
 
 # %% ../nbs/14_serve_loop.ipynb #0913d30f
 import copy
@@ -32,8 +32,8 @@ from .core import write_atomic
 from .generate import encode, memory_limit, probe_cache, vocabulary, weight_bytes
 from .ragged import LEAST_COLUMNS, RaggedCache, SeparateCaches, power_of_two, row_cache
 from mlx_spark.request import (
-    Event, PromptState, Request, Row, Speller, Stats, best_tokens, pick, picks_processed, spell_best, take_round,
-    uniform)
+    Event, PromptState, Request, Row, Speller, Stats, best_tokens, next_keys, pick, picks_processed, spell_best,
+    take_round)
 from .scheduler import Costs, Schedule, algorithm1, costs_folder, fingerprint, threshold_lengths
 from .sources import Draft, DraftSource, as_source
 from .verify import Sampling
@@ -370,8 +370,8 @@ def pick_round(loop: "ServeLoop", logits: mx.array, widths: list[int], also: lis
     found, best = [], {}
     for sampling, rows in groups.items():
         at = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in rows])
-        u = [] if sampling.greedy else sum((uniforms(loop.rows[b], widths[b]) for b in rows), [])
-        found.append((at, pick(logits if len(at) == len(logits) else logits[mx.array(at)], sampling, u)))
+        keys = [] if sampling.greedy else sum((next_keys(loop.rows[b], widths[b]) for b in rows), [])
+        found.append((at, pick(logits if len(at) == len(logits) else logits[mx.array(at)], sampling, keys)))
         for b in rows:
             k, part = loop.rows[b].request.n_logprobs, slice(*np.searchsorted(at, starts[b:b + 2]).tolist())
             best[b] = best_tokens(logits[starts[b].item():starts[b + 1].item()], found[-1][1][part], k)
@@ -379,10 +379,6 @@ def pick_round(loop: "ServeLoop", logits: mx.array, widths: list[int], also: lis
     tokens = np.zeros(len(logits), dtype=np.int64)
     for at, x in found: tokens[at] = np.array(x)
     return Picked(tokens.tolist(), best)
-
-def uniforms(row: Row, n: int) -> list[float]:
-    "The random numbers of the next n tokens of a row."
-    return [uniform(row.seed, row.stats.completion_tokens + i) for i in range(n)]
 
 # %% ../nbs/14_serve_loop.ipynb #4a6beaad
 def judge_round(loop: "ServeLoop", logits: mx.array, picked: Picked, drafts: list[list[int]]) -> list[int]:

@@ -15,7 +15,6 @@ from mlx_spark import ragged, serve_loop
 from mlx_spark.dspark import DSparkConfig, DSparkDrafter, DSparkSource
 from mlx_spark.generate import compare_ids, stream_generate
 from mlx_spark.ragged import RaggedCache, Round, grouped, packing_error
-from mlx_spark.request import uniform
 from mlx_spark.scheduler import Costs
 from mlx_spark.serve_loop import BatchCosts, BatchPlanner, Request, ServeLoop, batch_generate
 from mlx_spark.sources import Draft, PromptLookup
@@ -229,11 +228,17 @@ def test_law_of_two_tokens():
     assert chi < dof + 2.33 * np.sqrt(2 * dof) + 3, (chi, dof)
 
 
-def test_uniform():
-    u = np.array([[uniform(s, t) for t in range(200)] for s in range(100)])
-    assert u.min() >= 0 and u.max() < 1 and abs(u.mean() - .5) < .01
-    assert abs(np.corrcoef(u[:, :-1].ravel(), u[:, 1:].ravel())[0, 1]) < .02 and len(np.unique(u)) > 19_980
-    assert np.float32(u[3, 4]) == u[3, 4]
+@pytest.mark.parametrize("law", (Sampling(temp=1.0), Sampling(temp=.7, top_p=.9), Sampling(temp=1.2, top_k=20, min_p=.02)))
+@pytest.mark.parametrize("family", ("llama", "gemma4"))
+def test_sampled_ids_are_those_of_plain_generate_with_the_seed(family, law):
+    model, tokenizer = tiny(family)
+    p = prompt_of(2, 9)
+    for seed in (0, 7, 2**63):
+        plain = [int(r.token) for r in stream_generate(model, tokenizer, p, max_tokens=15, sampler=law, seed=seed)]
+        loop = ServeLoop(model, tokenizer, draft_model=model, num_draft_tokens=4, max_rows=4)
+        for i in range(3): loop.submit(Request(prompt_of(i, 8), 11, law, seed=i))
+        loop.submit(Request(p, 15, law, seed=seed, id="it"))
+        assert drain(loop)["it"][0] == plain
 
 
 # ---- processors, logprobs ----

@@ -274,7 +274,7 @@ def report(r: dict) -> str:
         f"  weights {gb(r['weight_bytes'])}, of it routed experts {gb(r['expert_bytes'])}; a token reads {gb(r['active_bytes'])}",
         f"  KV cache {r['kv_bytes_per_token'] / 1e3:.1f} kB a token, {gb(r['kv_bytes'])} at {r['context']} tokens; activations about {gb(r['work_bytes'])}",
         f"  usable {gb(r['usable_bytes'])} of {gb(r['memory_bytes'])}",
-        f"  resident: {gb(r['resident']['needs_bytes'])} needed, longest context {r['resident']['max_context']}, at most {speed(r['resident']['tokens_per_s'])} tokens/s"]
+        f"  resident: {gb(r['resident']['needs_bytes'])} needed, longest context {r['resident']['max_context']}, at most {speed(r['resident']['tokens_per_s'])} tokens/s behind {r['context']} tokens"]
     if o: lines.append(
         f"  with offload: budget {gb(max(o['budget_bytes'], 0))} ({o['budget_pct']:.0f} %), longest context {o['max_context']}, "
         f"hits {100 * o['hit_rate'][0]:.0f} to {100 * o['hit_rate'][1]:.0f} %, at most {speed(o['tokens_per_s'])} tokens/s; hits from no locality to {r['hits_from']}")
@@ -287,9 +287,10 @@ def run(args) -> int:
     if args.memory.strip().endswith("%"): raise ValueError(f"--memory is a size such as 24GB, got {args.memory!r}")
     quantize = dict(bits=args.bits, group_size=args.group_size, mode=args.q_mode) if args.bits or args.q_mode != "affine" else None
     memory, calls = parse_budget(args.memory, 0), router_calls(read_trace(args.trace)) if args.trace else None
-    open_model(args.model, quantize)                                     # complain before anything is measured
+    config = open_model(args.model, quantize)[0]                         # complain before anything is measured
+    bits = (config.get("quantization") or quantize or {}).get("bits")
     disk = args.disk_mb_s * 1e6 if args.disk_mb_s else measure_disk(args.disk_path)
-    weight = args.memory_gb_s * 1e9 if args.memory_gb_s else measure_weights()
+    weight = args.memory_gb_s * 1e9 if args.memory_gb_s else measure_weights(bits=bits)
     r = fit(args.model, memory, context=args.context, usable=args.usable, quantize=quantize, weight_rate=weight, disk_rate=disk, calls=calls, policy=args.policy)
     r |= {"rates_from": dict(disk="given" if args.disk_mb_s else "measured", weights="given" if args.memory_gb_s else "measured")}
     print(report(r), file=sys.stderr if args.json else sys.stdout)

@@ -666,7 +666,7 @@ def serve(app: Starlette, sock: socket.socket, *, grace_s: float = 10.0, header_
         signal.set_wakeup_fd(wakeup)
         for s, handler in before.items(): signal.signal(s, handler)
         for end in (reading, writing): end.close()
-    return 0 if desk.closing else 1
+    return 0 if desk.closing and not desk.engine.failure else 1
 
 # %% ../nbs/15_server.ipynb #a79c181d
 def run(args) -> int:

@@ -277,7 +277,7 @@ def test_a_killed_packer_goes_on(tmp_path, monkeypatch, every):
         written.clear()
         pack_experts(folder, out, progress=False)
         assert written == ([] if complete else [layer for layer in range(3) if str(layer) not in noted])
-        assert {n: (out / n).read_bytes() for n in (BIN, JSON)} == whole and len(list(out.iterdir())) == 2
+        assert {n: (out / n).read_bytes() for n in (BIN, JSON)} == whole and len(list(out.iterdir())) == 3
         again.add(len(written))
     assert again == {0, 1, 2, 3} if every else {0, 3} < again
 
@@ -363,9 +363,24 @@ def test_altered(packed, tmp_path):
         byte = f.read(1)[0]
         f.seek(2 * PAGE + 5)
         f.write(bytes([byte ^ 1]))
-    open_experts(out).close()                                                        # one bit inside is found by a full read only
-    with pytest.raises(ValueError, match="was altered: layer 0 has sha256"): open_experts(out, verify=True)
+    open_experts(out, verify=False).close()                                          # one bit inside is found by a full read only
+    for verify in (None, True):
+        with pytest.raises(ValueError, match="was altered: layer 0 has sha256"): open_experts(out, verify=verify)
     with pytest.raises(ValueError, match="was altered: layer 0"): verify_experts(out, packed[0], progress=False)
+
+def test_a_copy_is_read_once(packed, tmp_path, monkeypatch):
+    read = []
+    digest = expert_file._region_sha256
+    monkeypatch.setattr(expert_file, "_region_sha256", lambda *a: read.append(a) or digest(*a))
+    out = copy(packed, tmp_path)
+    os.utime(out / BIN)
+    open_experts(out).close()
+    layers = len(read)
+    open_experts(out).close()
+    assert layers == len(read) > 0
+    pack_experts(packed[0], tmp_path / "fresh", progress=False)
+    open_experts(tmp_path / "fresh").close()
+    assert layers == len(read)                                                       # just written: not read again
 
 def test_wrong_in_the_source_is_found_by_comparing(packed, tmp_path):
     plan, arrays = expert_file._plan(packed[0], "tensor", None)

@@ -78,6 +78,7 @@ def measure(model, tokenizer, draft_model, prompts: list, # lists of token ids
         rows.append(row); cycles += spec.cycles
     return {**acceptance(cycles, gamma), **_totals(rows, sampling), "rows": rows}
 
+# %% ../nbs/31_bench.ipynb #2e210ccd
 def _difference(d: Difference | None): return None if d is None else {"position": d.position, "margin": d.margin, "tie": d.tie}
 
 def _totals(rows: list, sampling: Sampling) -> dict:

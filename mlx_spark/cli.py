@@ -559,6 +559,7 @@ def experts_at_work(model) -> dict:
     return {"experts": {"hit_pct": c.hit_pct, "lookups": c.lookups, "read_bytes": c.read_bytes, "stall_ms_a_token": c.stall_ms_per_token,
                         "budget_bytes": offload.budget_bytes, "pool_bytes": offload.pool_bytes}}
 
+# %% ../nbs/33_cli.ipynb #08bc3c29
 def as_law(sampler):
     "The law of a sampler; a function counts as sampling at temperature 1."
     from mlx_spark.verify import Sampling

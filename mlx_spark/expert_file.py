@@ -289,6 +289,7 @@ def write_experts(
         return _publish(out, replace(plan, layers=layers), part)
     finally: os.close(part)
 
+# %% ../nbs/21_expert_file.ipynb #f9b85214
 def _publish(out: Path, m: Manifest, part: int) -> Manifest:
     os.pwrite(part, _header(m), 0)
     os.fsync(part)
@@ -360,6 +361,7 @@ def open_experts(
         raise
     return file
 
+# %% ../nbs/21_expert_file.ipynb #1079c69d
 def _check_data(file: ExpertFile, verify: bool):
     m, found = file.manifest, os.fstat(file.fd).st_size
     if found != m.size: raise ValueError(f"{file.path} has {found} bytes, its manifest says {m.size}: it was {'cut short' if found < m.size else 'altered'}")

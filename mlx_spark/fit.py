@@ -265,6 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--memory-gb-s", type=float, help="rate at which weights are streamed from memory; default: measured")
     parser.add_argument("--json", action="store_true")
 
+# %% ../nbs/25_fit.ipynb #3f91bdff
 def report(r: dict) -> str:
     "The answer as text."
     gb, o = lambda n: f"{n / 1e9:.2f} GB", r["offload"]

@@ -413,6 +413,7 @@ def attach(
     offload.enforce()
     return offload
 
+# %% ../nbs/23_offload.ipynb #4c7c6060
 def of(model: nn.Module) -> Offload | None:
     "The budget a model runs under, if any."
     return getattr(model, "_offload", None)

@@ -296,6 +296,7 @@ OPTIMISM = 3.0, 4.0 # drafts kept, of so many tried, that a position starts with
 TRUST = 2.0         # how many times that optimism all positions together must belie before a record is hopeless
 APPEAL = 4          # plain steps after which a parking is judged again
 
+# %% ../nbs/11_scheduler.ipynb #768a0a18
 class Planner:
     "Draft and verify lengths of one request, by calibrated confidences and measured costs."
     def __init__(
@@ -362,6 +363,7 @@ def observe_round(
     planner.n_plain, planner.n_drafted = 0, planner.n_drafted + 1
     planner.parking.speculated(1 + n_accepted, ms / plain_step_ms(planner), hopeless=forecast(planner) < 1)
 
+# %% ../nbs/11_scheduler.ipynb #473ad515
 def forecast(planner: Planner) -> float:
     "Speed over plain decoding that the drafts of late promise, at the best of all fixed lengths."
     kept, tried = ((x - prior).sum() + TRUST * prior for x, prior in zip((planner.kept, planner.tried), OPTIMISM))

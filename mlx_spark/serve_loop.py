@@ -212,6 +212,7 @@ def expected(conf: np.ndarray, lengths: list[int]) -> float:
     "Drafts that these chances promise, if so many of each row are verified."
     return float(sum(np.cumprod(c)[:n].sum() for c, n in zip(conf, lengths)))
 
+# %% ../nbs/14_serve_loop.ipynb #c5a6b32a
 def watch_hope(planner: BatchPlanner, hoped: float, got: int) -> None:
     "Whoever picks the best of uncertain chances expects too much: by how much, of late."
     planner.hoped, planner.got = 0.97 * planner.hoped + hoped, 0.97 * planner.got + got
@@ -808,6 +809,7 @@ def batch_generate(
     finally: loop.close()
     return out
 
+# %% ../nbs/14_serve_loop.ipynb #3061a5aa
 def collect(out: BatchResponse, e: Event, verbose: bool) -> None:
     "Add an event to the answers."
     i = int(e.id)

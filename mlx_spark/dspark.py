@@ -558,7 +558,7 @@ class DSparkDrafter(Chain):
     ):
         super().__init__(config, d2t)
         initialize(self, config.initializer_range)
-        self.compiled = None # whether draft steps are compiled; None: on Metal
+        self.compiled = None # whether draft steps are compiled; None: on Metal, and on CUDA for one row
 
     def bind(self, model: nn.Module) -> "DSparkDrafter":
         "Share the target's embedding and head."
@@ -627,8 +627,8 @@ def draft_block(
     kind = DraftKind(n, sampling, u is not None, want_probs and sampled, want_confidence and c.enable_confidence_head)
     draws = ()
     if sampled: draws = (mx.random.split(_some_key() if key is None else key, c.block_size) if u is None else u,)
-    on_metal = mx.metal.is_available() and mx.default_device().type == mx.gpu
-    if on_metal if drafter.compiled is None else drafter.compiled:
+    pays = mx.default_device() == mx.gpu and (mx.metal.is_available() or len(anchor) == 1)
+    if pays if drafter.compiled is None else drafter.compiled:
         out = list(_compiled(drafter, kind)(anchor, cache.kv, mx.array(cache.lengths), mx.array(cache.n_valid), *draws))
     else: out = drafter._propose(kind, anchor, *_columns(cache), *draws)
     return Draft(out.pop(0), out.pop(0) if kind.want_probs else None, out.pop(0) if kind.want_confidence else None)

@@ -33,6 +33,7 @@ from mlx_lm.models import cache as lm_cache
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .attention import few_attention, few_modules, replaced
 from .cache import Rewinder, cache_offset, make_cache
 from .memory import check_request, memory_limit, probe_cache, weight_bytes
 from .scheduler import Planner, plan_request
@@ -101,6 +102,7 @@ class Decoding:
     turns: frozenset = frozenset()           # ids that begin something new: a parked source is tried again sooner
     fed: "Fed | None" = None                 # while parked: the newest token's pass, under way
     missed: list = field(default_factory=list) # while parked: (token, taps) that the source has not been told
+    modules: list = field(default_factory=list) # whose attention is exchanged in verify passes
 
 # %% ../nbs/13_generate.ipynb #3ea3d963
 NO_KV = dict(kv_bits=None, kv_group_size=64, quantized_kv_start=0)
@@ -125,7 +127,7 @@ def open_request(
     return Decoding(
         model=model, source=source, cache=cache, taps=taps, rewinder=Rewinder(model, cache),
         sampling=sampling, sampler=pick, processors=list(processors or []), kv=kv, key=key,
-        anchor=tokens[-1], history=prompt if processors else None)
+        anchor=tokens[-1], history=prompt if processors else None, modules=few_modules(model))
 
 def some_key() -> mx.array: return mx.random.randint(0, 2**31 - 1, (2,), dtype=mx.uint32)
 
@@ -218,7 +220,7 @@ def verify_pass(run: Decoding, draft: Draft) -> mx.array: # (1, n+1, V) logits
     fed = mx.concatenate([mx.array([[run.anchor]], dtype=mx.uint32), draft.tokens], axis=1)
     run.cycle = Cycle(draft.tokens.shape[1])
     run.rewinder.mark(rows=fed.shape[1])
-    with run.taps or nullcontext(): return run.model(fed, cache=run.cache)
+    with run.taps or nullcontext(), replaced(run.modules, few_attention): return run.model(fed, cache=run.cache)
 
 def log_probs(logits: mx.array) -> mx.array: return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
@@ -710,7 +712,7 @@ def rows_both_ways(
         feed([token])
     with Rewinder(model, cache) as rewinder:
         rewinder.mark()
-        moved = feed(tokens[start:])
+        with replaced(few_modules(model), few_attention): moved = feed(tokens[start:])
         rewinder.commit(0)
         for token in tokens[start:]: row = feed([token])
     return row, moved

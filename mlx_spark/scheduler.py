@@ -26,6 +26,7 @@ import mlx_spark
 import numpy as np
 from mlx.utils import tree_flatten
 
+from .attention import few_attention, few_modules, replaced
 from .cache import Rewinder, make_cache
 from .core import write_atomic
 from .taps import Taps
@@ -139,7 +140,7 @@ def profile(
     tapped = Taps(model, source.tap_layers) if source is not None and source.tap_layers else nullcontext()
     with tapped as taps: mx.eval(model(ids, cache=cache))
     rows, began = taps and taps.take(), time.perf_counter()
-    with Rewinder(model, cache) as rewinder:
+    with Rewinder(model, cache) as rewinder, replaced(few_modules(model), few_attention):
         while len(samples[1]) <= repeats and (not samples[1] or time.perf_counter() - began < budget_s):
             for n in tokens:
                 rewinder.mark()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mlx_spark import ragged, serve_loop
+from mlx_spark import attention, ragged, serve_loop
 from mlx_spark.dspark import DSparkConfig, DSparkDrafter, DSparkSource
 from mlx_spark.generate import compare_ids, stream_generate
 from mlx_spark.ragged import RaggedCache, Round, grouped, packing_error
@@ -121,6 +121,28 @@ actions = st.lists(st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 30), st.integers(1, 14), st.sampled_from([None, 0, 2, 5]),
               st.sampled_from([None, Sampling(temp=1.0), Sampling(temp=.8, top_p=.9)])),
     st.tuples(st.just("step"), st.integers(1, 4)), st.tuples(st.just("cancel"), st.integers(0, 7))), min_size=3, max_size=14)
+
+
+@pytest.mark.parametrize("n_rows", (1, 3))
+@pytest.mark.parametrize("family", PACKED)
+def test_attention_of_few_queries(family, n_rows, monkeypatch):
+    "The way of a CUDA machine, taken here: the same ids, in `generate` and in the loop."
+    entered = []
+    def wants(): return entered.append(1) or True
+    model, tokenizer = tiny(family)
+    prompts = [prompt_of(i, 5 + 60 * i) for i in range(n_rows)]
+    for p in prompts: alone(family, tuple(p), 30)
+    for module in (attention, ragged): monkeypatch.setattr(module, "wants_few", wants)
+    loop = ServeLoop(model, tokenizer, draft_model=source_of("often", family, prompts, 30), num_draft_tokens=4)
+    for p in prompts: loop.submit(Request(p, 30, stop_tokens=NO_STOP, id=str(len(p))))
+    got = {str(len(p)): [] for p in prompts}
+    while loop.busy:
+        for e in loop.step(): got[e.id] += e.tokens
+    for p in prompts: check_alone(family, p, got[str(len(p))], 30)
+    assert sum(loop.counters["accepted"]) > 10
+    lookup = [r.token for r in stream_generate(model, tokenizer, prompts[0], max_tokens=30, draft_model=PromptLookup(), num_draft_tokens=3)]
+    check_alone(family, prompts[0], lookup, 30)
+    assert entered
 
 
 @pytest.mark.parametrize("kind", ("often", "dspark", "model"))

@@ -11,7 +11,7 @@ import mlx_spark
 import mlx.core as mx
 import numpy as np
 
-from mlx_spark import load, load_drafter
+from mlx_spark import attention, load, load_drafter
 from mlx_spark.attention import attention_modules, few_attention, replaced
 from mlx_spark.bench import chat_ids, json_ready, measure
 from mlx_spark.cache import make_cache
@@ -55,18 +55,28 @@ def parts_of_a_round(model, drafter, repeats=50):
 def fresh_lengths(model, n=8, start=300, count=48):
     "Passes over n tokens behind a context that grows by three each time, first and second time that its lengths occur."
     out = {}
-    for way in ("sdpa", "few"):
-        cache = make_cache(model)
+    for way, size in (("sdpa", 0), ("products", 0), ("three", 3)):
+        cache, attention.AT_A_TIME = make_cache(model), size
         mx.eval(model(mx.arange(start - 3)[None], cache=cache))
-        target_pass(model, cache, 3, way == "few")
+        target_pass(model, cache, 3, way != "sdpa")
         for turn in ("first", "again"):
             samples = []
             for _ in range(count):
-                samples.append(ms_of(lambda: target_pass(model, cache, n, way == "few")))
+                samples.append(ms_of(lambda: target_pass(model, cache, n, way != "sdpa")))
                 for c in cache: c.trim(n - 3)
             out[f"{way} {turn}"] = [round(x, 2) for x in samples]
             for c in cache: c.trim(3 * count)
-    return {"tokens": n, "first_length": start, "step": 3, "ms": out}
+    ids = mx.arange(100, 100 + n)[None]
+    logits = {}
+    for way, size in (("sdpa", 0), ("products", 0), ("three", 3)):
+        attention.AT_A_TIME = size
+        with replaced(attention_modules(model), few_attention) if way != "sdpa" else nullcontext(): logits[way] = model(ids, cache=cache).astype(mx.float32)
+        mx.eval(logits[way])
+        for c in cache: c.trim(n)
+    off = {way: float(mx.abs(x - logits["sdpa"]).max()) for way, x in logits.items()}
+    medians = {way: float(np.median(out[f"{way} first"] + out[f"{way} again"])) for way in ("products", "three")}
+    attention.AT_A_TIME = 3 if medians["three"] < medians["products"] and off["three"] <= 2 * off["products"] else 0
+    return {"tokens": n, "first_length": start, "step": 3, "ms": out, "largest_difference": off, "logit_spread": float(logits["sdpa"].max() - logits["sdpa"].min()), "at_a_time": attention.AT_A_TIME}
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,9 +86,9 @@ if __name__ == "__main__":
     a = p.parse_args()
     model, tokenizer = load("smollm2-135m", dtype=getattr(mx, a.dtype))
     drafter = load_drafter("smollm2-135m-dspark", model)
-    result, samples = {"model": "smollm2-135m", "draft_model": "smollm2-135m-dspark", "dtype": a.dtype, "n": a.n, "max_tokens": a.max_tokens, **parts_of_a_round(model, drafter)}, []
-    result["attention"] = fresh_lengths(model)
-    print({k: v for k, v in result.items() if k != "attention"}, {k: (round(float(np.median(v)), 1), max(v)) for k, v in result["attention"]["ms"].items()}, flush=True)
+    found, samples = fresh_lengths(model), []
+    result = {"model": "smollm2-135m", "draft_model": "smollm2-135m-dspark", "dtype": a.dtype, "n": a.n, "max_tokens": a.max_tokens, "attention": found, **parts_of_a_round(model, drafter)}
+    print({k: v for k, v in result.items() if k != "attention"}, {k: (round(float(np.median(v)), 1), max(v)) for k, v in found["ms"].items()}, {k: v for k, v in found.items() if k != "ms"}, flush=True)
     result["rows"] = []
     for name in a.sets:
         prompts = [chat_ids(tokenizer, turns[0]) for turns in read_prompts(Path(a.eval) / f"{name}.jsonl")[:a.n]]
@@ -86,7 +96,7 @@ if __name__ == "__main__":
         for way, how in (("fixed 7", {"num_draft_tokens": 7}), ("planned", {"schedule": True})):
             found = measure(model, tokenizer, drafter, prompts, max_tokens=a.max_tokens, **how)
             samples.append({"set": name, "way": way, "rows": json_ready(found.pop("rows"))})
-            row[way] = json_ready(found)
+            row[way] = json_ready(found) | {"median_speedup": float(np.median([r["tok_s"] / r["plain_tok_s"] for r in samples[-1]["rows"]]))}
         result["rows"].append(row)
-        print(name, {w: {k: row[w].get(k) for k in ("tau", "tok_s", "plain_tok_s", "speedup", "ids_match", "mismatches")} for w in ("fixed 7", "planned")}, flush=True)
+        print(name, {w: {k: row[w].get(k) for k in ("tau", "tok_s", "plain_tok_s", "speedup", "median_speedup", "mismatches")} for w in ("fixed 7", "planned")}, flush=True)
         save_result(a.out, result, seeds=[0], samples=samples)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OPTIMISM', 'TRUST', 'APPEAL', 'LONGEST_CONTEXT', 'REFRESH_S', 'Schedule', 'survival', 'candidates', 'algorithm1',
-           'capacity', 'top_k_lengths', 'threshold_lengths', 'Costs', 'profile', 'lengths_of_interest', 'some_ids',
-           'profile_draft', 'fingerprint', 'costs_folder', 'measured_costs', 'CostWatch', 'best_length', 'Parking',
-           'account', 'wait', 'Planner', 'observe_round', 'forecast', 'plain_step_ms', 'appeal', 'plan_request',
-           'check_golden', 'check_row']
+           'capacity', 'top_k_lengths', 'threshold_lengths', 'Costs', 'profile', 'rising', 'lengths_of_interest',
+           'some_ids', 'profile_draft', 'fingerprint', 'costs_folder', 'measured_costs', 'CostWatch', 'best_length',
+           'Parking', 'account', 'wait', 'Planner', 'observe_round', 'forecast', 'plain_step_ms', 'appeal',
+           'plan_request', 'check_golden', 'check_row']
 
 # %% ../nbs/11_scheduler.ipynb #a50e0a46
 import json
@@ -150,7 +150,11 @@ def profile(
                 rewinder.commit(0)
     draft_ms = 0.0 if source is None else profile_draft(model, source, ids, cache, rows, repeats)
     verify_ms = [float(np.median(samples[n][1:] or samples[n])) for n in tokens]
-    return Costs(tokens, verify_ms, draft_ms, fingerprint(model, source, context))
+    return Costs(tokens, rising(verify_ms), draft_ms, fingerprint(model, source, context))
+
+def rising(times: list[float]) -> list[float]:
+    "None longer than a later one: more work takes no less time, whatever a noisy machine says."
+    return np.minimum.accumulate(times[::-1])[::-1].tolist()
 
 def lengths_of_interest(max_draft: int) -> list[int]:
     "From 1 to the first at or above a whole block and its anchor."

@@ -3,7 +3,7 @@
   python benchmarks/batch_smollm2.py --eval FOLDER_OF_PROMPT_FILES [--rows 1 2 4 8 16] [--repeats 2] [--max-tokens 64] [--seconds 330]
 
 Two measures. *Full*: --turns x R requests, a new one joining as another ends; tokens over time of all rounds with R rows. *At once*: R requests
-begun together, R x max_tokens tokens over the time until the last is done. End-of-text tokens do not end an answer here; prefill is not counted.
+begun together as `batch_generate` does, R x max_tokens tokens over the time until the last is done. End-of-text tokens do not end an answer here; prefill is not counted.
 The ways take turns, a round each, whichever has had the least time so far: a slow minute of the machine is shared by all.
 Resumable: each (R, measure, repeat) is kept in --parts as it is done; a run stops before `--seconds` are over, and the next goes on.
 """
@@ -28,9 +28,9 @@ FIXED = {"plain": 0, "fixed 7": 7, "fixed 4": 4, "fixed 2": 2, "scheduled": None
 
 class Way:
     "One loop, its rounds as (rows, tokens, ms), and its answers."
-    def __init__(self, name, model, tokenizer, drafter, prompts, max_tokens, max_rows, R):
+    def __init__(self, name, model, tokenizer, drafter, prompts, max_tokens, max_rows, R, closed):
         draft_model = None if name == "plain" else drafter
-        self.loop = ServeLoop(model, tokenizer, draft_model=draft_model, num_draft_tokens=FIXED[name], max_rows=max_rows, prefill_step_size=100_000)
+        self.loop = ServeLoop(model, tokenizer, draft_model=draft_model, num_draft_tokens=FIXED[name], max_rows=max_rows, prefill_step_size=100_000, closed=closed)
         self.loop.max_rows, self.rounds, self.n_parked, self.ms = R, [], 0, 0.0
         self.out = {self.loop.submit(Request(p, max_tokens, stop_tokens=frozenset())): [] for p in prompts}
 
@@ -51,7 +51,7 @@ class Way:
                 **{k: c[k] for k in ("drafted", "accepted", "verify_lengths")}, "round_tokens_ms": [r[1:] for r in rounds]}
 
 def side_by_side(names, R, rows, *how):
-    ways = {name: Way(name, *how, R) for name in names}
+    ways = {name: Way(name, *how, R, closed=rows < R) for name in names}
     while any(w.loop.busy for w in ways.values()): min((w for w in ways.values() if w.loop.busy), key=lambda w: w.ms).step()
     for w in ways.values(): w.loop.close()
     return {name: w.result(rows) for name, w in ways.items()}, {name: list(w.out.values()) for name, w in ways.items()}

@@ -1,4 +1,4 @@
-"""SmolLM2-135M in bfloat16 and the shipped drafter on a CUDA GPU: the parts of a round, passes behind contexts of new lengths with either attention, and speed -> results/smollm2_gpu_round.json
+"""SmolLM2-135M in bfloat16 and the shipped drafter on a CUDA GPU: the parts of a round, passes behind contexts of new lengths with either attention, and speed -> results/smollm2_gpu.json
 
   python benchmarks/gpu_smollm2.py --eval FOLDER_OF_PROMPT_FILES [--n 4] [--max-tokens 128] [--out FILE]
 """
@@ -11,7 +11,7 @@ import mlx_spark
 import mlx.core as mx
 import numpy as np
 
-from mlx_spark import attention, load, load_drafter
+from mlx_spark import load, load_drafter
 from mlx_spark.attention import attention_modules, few_attention, replaced
 from mlx_spark.bench import chat_ids, json_ready, measure
 from mlx_spark.cache import make_cache
@@ -26,16 +26,32 @@ def ms_of(run):
 
 def spread(samples): return {"median_ms": round(float(np.median(samples)), 2), "p10_ms": round(float(np.percentile(samples, 10)), 2), "p90_ms": round(float(np.percentile(samples, 90)), 2)}
 
-def target_pass(model, cache, n, few):
+def three_at_a_time(attention):
+    "MLX's function, called for three queries at a time."
+    def attend(queries, keys, values, cache=None, *, scale, mask=None, **others):
+        n, used, parts = queries.shape[2], keys.shape[2], []
+        if mask != "causal": return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, **others)
+        for start in range(0, n, 3):
+            part = queries[:, :, start:start + 3]
+            seen = used - n + start + part.shape[2]
+            parts.append(attention(part, keys[:, :, :seen], values[:, :, :seen], cache=cache, scale=scale, mask="causal" if part.shape[2] > 1 else None))
+        return mx.concatenate(parts, axis=2)
+    return attend
+
+WAYS = {"sdpa": None, "products": few_attention, "three": three_at_a_time}
+
+def target_pass(model, cache, n, way):
     ids = mx.arange(100, 100 + n)[None]
-    with replaced(attention_modules(model), few_attention) if few else nullcontext(): mx.eval(model(ids, cache=cache))
+    with replaced(attention_modules(model), WAYS[way]) if WAYS[way] else nullcontext(): logits = model(ids, cache=cache)
+    mx.eval(logits)
+    return logits
 
 def parts_of_a_round(model, drafter, repeats=50):
     cache, found = make_cache(model), {"target_ms": [], "draft_ms": []}
     mx.eval(model(mx.arange(256)[None], cache=cache))
     for n in (1, 2, 4, 6, 8, 12, 16):
         def one():
-            target_pass(model, cache, n, n > 1)
+            target_pass(model, cache, n, "products" if n > 1 else "sdpa")
             for c in cache: c.trim(n)
         for _ in range(5): one()
         found["target_ms"].append({"tokens": n, **spread([ms_of(one) for _ in range(repeats)])})
@@ -54,35 +70,27 @@ def parts_of_a_round(model, drafter, repeats=50):
 
 def fresh_lengths(model, n=8, start=300, count=48):
     "Passes over n tokens behind a context that grows by three each time, first and second time that its lengths occur."
-    out = {}
-    for way, size in (("sdpa", 0), ("products", 0), ("three", 3)):
-        cache, attention.AT_A_TIME = make_cache(model), size
+    out, logits = {}, {}
+    for way in WAYS:
+        cache = make_cache(model)
         mx.eval(model(mx.arange(start - 3)[None], cache=cache))
-        target_pass(model, cache, 3, way != "sdpa")
+        target_pass(model, cache, 3, way)
         for turn in ("first", "again"):
             samples = []
             for _ in range(count):
-                samples.append(ms_of(lambda: target_pass(model, cache, n, way != "sdpa")))
+                samples.append(ms_of(lambda: target_pass(model, cache, n, way)))
                 for c in cache: c.trim(n - 3)
             out[f"{way} {turn}"] = [round(x, 2) for x in samples]
             for c in cache: c.trim(3 * count)
-    ids = mx.arange(100, 100 + n)[None]
-    logits = {}
-    for way, size in (("sdpa", 0), ("products", 0), ("three", 3)):
-        attention.AT_A_TIME = size
-        with replaced(attention_modules(model), few_attention) if way != "sdpa" else nullcontext(): logits[way] = model(ids, cache=cache).astype(mx.float32)
-        mx.eval(logits[way])
-        for c in cache: c.trim(n)
+        logits[way] = target_pass(model, cache, n, way).astype(mx.float32)
     off = {way: float(mx.abs(x - logits["sdpa"]).max()) for way, x in logits.items()}
-    medians = {way: float(np.median(out[f"{way} first"] + out[f"{way} again"])) for way in ("products", "three")}
-    attention.AT_A_TIME = 3 if medians["three"] < medians["products"] and off["three"] <= 2 * off["products"] else 0
-    return {"tokens": n, "first_length": start, "step": 3, "ms": out, "largest_difference": off, "logit_spread": float(logits["sdpa"].max() - logits["sdpa"].min()), "at_a_time": attention.AT_A_TIME}
+    return {"tokens": n, "first_length": start, "step": 3, "ms": out, "largest_difference": off, "logit_spread": float(logits["sdpa"].max() - logits["sdpa"].min())}
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--eval", required=True); p.add_argument("--n", type=int, default=4); p.add_argument("--max-tokens", type=int, default=128)
     p.add_argument("--sets", nargs="+", default=SETS); p.add_argument("--dtype", default="bfloat16")
-    p.add_argument("--out", default=str(Path(__file__).parent / "results/smollm2_gpu_round.json"))
+    p.add_argument("--out", default=str(Path(__file__).parent / "results/smollm2_gpu.json"))
     a = p.parse_args()
     model, tokenizer = load("smollm2-135m", dtype=getattr(mx, a.dtype))
     drafter = load_drafter("smollm2-135m-dspark", model)

@@ -274,7 +274,7 @@ def ends_sooner(planner: BatchPlanner, promise: Promise, rows: list, n_rows: int
         steps = np.diff(np.r_[0.0, np.sort(rounds)])
         return sum(step * ms(R - i) for i, step in enumerate(steps) if step)
     slowest = float(rates.min())
-    drafted = total(left / rates, lambda k: draft_ms(k) if k == R else min(draft_ms(k), planner.plain_ms(k) * slowest))
+    drafted = total(np.ceil(left / rates), lambda k: draft_ms(k) if k == R else min(draft_ms(k), planner.plain_ms(k) * slowest))
     plain = total(left, lambda k: planner.plain_ms(k) if k == R else min(planner.plain_ms(k), draft_ms(k) / slowest))
     return drafted < plain
 

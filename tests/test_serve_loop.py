@@ -630,13 +630,13 @@ class FakeClock:
     def __call__(self): return self.now
 
 
-def run_timed(monkeypatch, c, source_kind, fixed, n_rows=6, n=60, confident=False):
+def run_timed(monkeypatch, c, source_kind, fixed, n_rows=6, n=60, confident=False, closed=False):
     "Tokens a (simulated) millisecond of a batch."
     model, tokenizer = tiny()
     clock, prompts = FakeClock(), [prompt_of(i, 6) for i in range(n_rows)]
     fake_planner(monkeypatch, c, confident)
     source = source_of(source_kind, "llama", prompts, n)
-    loop = ServeLoop(model, tokenizer, draft_model=source, num_draft_tokens=fixed, max_rows=16, clock=clock)
+    loop = ServeLoop(model, tokenizer, draft_model=source, num_draft_tokens=fixed, max_rows=16, clock=clock, closed=closed)
     feed_rows, propose = loop.cache.feed_rows, loop.sources.propose
     def timed_feed(ids, widths, tap=False):
         clock.now += 1e-3 * float(c.passes.pass_ms(sum(widths)))
@@ -651,14 +651,14 @@ def run_timed(monkeypatch, c, source_kind, fixed, n_rows=6, n=60, confident=Fals
 
 
 @pytest.mark.parametrize("kind", ("often", "dspark"))   # a good drafter and a random one
-@pytest.mark.parametrize("n_rows", (1, 8))
+@pytest.mark.parametrize("n_rows, closed", ((1, False), (8, False), (8, True)))
 @pytest.mark.parametrize("slope, draft", [(.02, .3), (.3, .3), (.05, 3.0)])
-def test_scheduled_against_fixed_and_plain(monkeypatch, kind, n_rows, slope, draft):
-    "Simulated times, real loop: never below 0.97 of the better of plain and a fixed length."
+def test_scheduled_against_fixed_and_plain(monkeypatch, kind, n_rows, closed, slope, draft):
+    "Simulated times, real loop: never below 0.97 of the better of plain and a fixed length; where only the end counts, of plain."
     c = costs(slope, draft)
     plain, _ = run_timed(monkeypatch, c, "none", 0, n_rows, 120)
-    fixed = max(run_timed(monkeypatch, c, kind, k, n_rows, 120)[0] for k in (2, 4))
-    scheduled, loop = run_timed(monkeypatch, c, kind, None, n_rows, 120)
+    fixed = 0 if closed else max(run_timed(monkeypatch, c, kind, k, n_rows, 120)[0] for k in (2, 4))
+    scheduled, loop = run_timed(monkeypatch, c, kind, None, n_rows, 120, closed=closed)
     assert scheduled >= (.97 if kind == "often" else .93) * max(plain, fixed), (scheduled, plain, fixed, loop.counters)
 
 

@@ -236,7 +236,7 @@ def schedule(planner: BatchPlanner, conf: np.ndarray, n_rows: int, part: float =
 
 # %% ../nbs/14_serve_loop.ipynb #c5a6b32a
 MOST_LOST = 8  # tokens, of late, and half a token a row, before drafting pauses in spite of its promises
-SPREAD = 0.5     # of the drafts kept a round: what requests differ by, over their mean
+SPREAD = 0.65    # of the drafts kept a round: what requests differ by, over their mean
 CHECK = 4, 64, 1.25 # rounds of drafting after which one is plain, to see how long that takes: at first, and at most; not where drafting promises so much more
 
 def worth_drafting(
@@ -255,7 +255,7 @@ def worth_drafting(
     late = rows is not None and promise.rate > plain and not ends_sooner(planner, promise, rows, n_rows)
     planner.parked = promise.rate <= plain or paused or late
     if not planner.parked: return 0 if planner.n_drafted >= planner.check and promise.rate < CHECK[2] * plain else promise.n
-    if late: return 0
+    if rows is not None: return 0              # nobody comes for whom a try could be worth it
     loss_ms = promise.ms - promise.tokens / plain
     if paused: loss_ms = max(loss_ms, lost / tried / plain)
     planner.trying = planner.saved_ms >= loss_ms

@@ -152,6 +152,7 @@ def profile(
     verify_ms = [float(np.median(samples[n][1:] or samples[n])) for n in tokens]
     return Costs(tokens, rising(verify_ms), draft_ms, fingerprint(model, source, context))
 
+# %% ../nbs/11_scheduler.ipynb #5596a95f
 def rising(times: list[float]) -> list[float]:
     "None longer than a later one: more work takes no less time, whatever a noisy machine says."
     return np.minimum.accumulate(times[::-1])[::-1].tolist()

@@ -259,7 +259,7 @@ def best_length(
 class Parking:
     "Whether to speculate, by what it has lost; all amounts in plain steps."
     first: float = 12.0   # may be lost within the first `trial` tokens
-    early: float = 3.0    # by one whose record promises nothing either
+    early: float = 1.5    # by one whose record promises nothing either
     limit: float = 8.0    # later
     probe: float = 4.0    # when tried again
     bank: float = 16.0    # most that gains can forgive
@@ -299,7 +299,7 @@ def wait(p: Parking, changed: bool = False) -> None:
 
 # %% ../nbs/11_scheduler.ipynb #70d311ee
 OPTIMISM = 3.0, 4.0 # drafts kept, of so many tried, that a position starts with and returns to where nothing is verified
-TRUST = 2.0         # how many times that optimism all positions together must belie before a record is hopeless
+TRUST = 1.0         # how many times that optimism all positions together must belie before a record is hopeless
 APPEAL = 4          # plain steps after which a parking is judged again
 
 # %% ../nbs/11_scheduler.ipynb #768a0a18

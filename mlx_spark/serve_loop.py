@@ -441,12 +441,12 @@ def planned(loop: "ServeLoop", most: list[int], lengths: list[int]) -> list[int]
 def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     "Drafts of the rows that speculate, and how many of each row's are verified."
     drafters, most, planner = drafting(loop), longest_drafts(loop), loop.planner
-    lengths = most
+    lengths, loop.sure = most, False
     if planner is not None and any(most):
         loop.promised = chances(loop, most)
         last = loop.closed and not loop.queue and loop.joining is None
         n = worth_drafting(planner, loop.promised, len(drafters), loop.rows if last else None)
-        lengths = planned(loop, most, [min(n, m) for m in most])
+        lengths, loop.sure = planned(loop, most, [min(n, m) for m in most]), n > 0 and planner.confident and planner.promise.sure
     n = max(lengths, default=0)
     if n == 0: return None, [0] * len(most)
     loop.behind_ms = catch_up(loop)
@@ -454,15 +454,13 @@ def draft_round(loop: "ServeLoop") -> tuple[Draft | None, list[int]]:
     draft = loop.sources.propose([loop.rows[b].tokens[-1] for b in drafters], n, want_confidence=wants)
     mx.async_eval(draft.tokens)
     have, conf = draft.lengths or [draft.tokens.shape[1]] * len(drafters), None
-    sure = planner is not None and planner.promise.sure and planner.confident
-    if wants and draft.confidence is not None and not sure: conf = np.array(draft.confidence, dtype=np.float64)
+    if wants and draft.confidence is not None and not loop.sure: conf = np.array(draft.confidence, dtype=np.float64)
     if conf is not None and loop.threshold > 0: have = list(map(min, have, threshold_lengths(conf, loop.threshold)))
     if planner is not None:
         if conf is not None: loop.promised = chances(loop, most, conf)
         if conf is not None: watch_blocks(planner, conf[:, :n])
-        loop.promised[:, n:] = 0
-        lengths = [min(n, m) for m in most]   # a try without confidences: only verifying tells what its drafts are worth
-        if conf is not None or not (planner.trying or sure): lengths = planner.schedule(loop.promised, len(drafters), n / loop.gamma)
+        loop.promised[:, n:] = 0              # below: a try without confidences, of which only verifying tells the worth, is verified as it is
+        if conf is not None or not (planner.trying or loop.sure): lengths = planner.schedule(loop.promised, len(drafters), n / loop.gamma)
         lengths = planned(loop, most, lengths)
     out = [0] * len(most)
     for b, m in zip(drafters, have): out[b] = min(lengths[b], m)
@@ -589,7 +587,7 @@ def watch_round(loop: "ServeLoop", draft: Draft | None, lengths: list[int], kept
     if loop.counters["rounds"] % 64 == 0: mx.clear_cache()
     if loop.planner is None: return
     loop.planner.context = float(np.mean(loop.cache.lengths[:len(loop.rows)]))
-    if draft is not None and loop.planner.confident and draft.confidence is not None and loop.planner.promise.sure:
+    if loop.sure and draft.confidence is not None:
         conf = np.array(draft.confidence, dtype=np.float64)
         loop.promised = chances(loop, [n if row.request.num_draft_tokens is None else 0 for row, n in zip(loop.rows, lengths)], conf)
         watch_blocks(loop.planner, conf)
@@ -735,7 +733,7 @@ class Loop:
         if self.gamma: self.token_bytes += draft_token_bytes(source, self.sources.fresh([0]))
         warm_up(self)
         scheduled = self.gamma > 0 and num_draft_tokens is None and confidence_threshold == 0
-        self.planner, self.behind_ms = make_planner(model, source, self.max_rows) if scheduled else None, 0.0
+        self.planner, self.behind_ms, self.sure = make_planner(model, source, self.max_rows) if scheduled else None, 0.0, False
         self.open = ExitStack()
         self.open.enter_context(wired_limit(model))
 

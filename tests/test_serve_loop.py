@@ -677,6 +677,30 @@ def test_schedule_with_calibrated_confidences(monkeypatch):
     for p, ids in zip(prompts, r.ids): check_alone("llama", p, ids, 40)
 
 
+@pytest.mark.parametrize("own", (None, 3))
+@pytest.mark.parametrize("wait", (0.0, 1.0))
+def test_confidences_read_late_and_lengths_of_a_request_own(monkeypatch, wait, own):
+    "A calibrated drafter's planner, where confidences are read after the round (wait 1) or before, and rows that it doesn't decide on."
+    c = costs(.001, .001)
+    made = fake_planner(monkeypatch, c, confident=True)
+    model, tokenizer = tiny()
+    prompts = [prompt_of(i, 6) for i in range(3)]
+    loop = ServeLoop(model, tokenizer, draft_model=drafter(), max_rows=4)
+    made[0].wait = wait
+    sure = []
+    ids = {loop.submit(Request(p, 30, stop_tokens=NO_STOP, num_draft_tokens=own if i < 2 else None)): p for i, p in enumerate(prompts[:2])}
+    for _ in range(5):
+        for e in loop.step(): sure.append(loop.sure)
+    ids |= {loop.submit(Request(prompts[2], 30, stop_tokens=NO_STOP)): prompts[2]}
+    rows = {r.request.id: r for r in loop.rows}
+    while loop.busy:
+        loop.step()
+        rows |= {r.request.id: r for r in loop.rows}
+        sure.append(loop.sure)
+    for key, p in ids.items(): check_alone("llama", p, rows[key].tokens[6:], 30)
+    assert any(sure) == (wait > 0) and len(made[0].blocks) > 0
+
+
 def test_profile_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_SPARK_CACHE", str(tmp_path))
     model, tokenizer = tiny()

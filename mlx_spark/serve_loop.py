@@ -638,11 +638,10 @@ def prefill_chunk(loop: "ServeLoop", row: Row, budget: int) -> int: # tokens fed
 # %% ../nbs/14_serve_loop.ipynb #79d2f045
 def join(loop: "ServeLoop", row: Row) -> None:
     "From now on the row decodes."
-    row.joined = loop.clock()
-    row.stats.prefill_s = row.joined - row.started
     if row.source is not None: loop.sources.join(row.source)
     if row.source is not None and (kv := drafter_kv(loop.sources.all)) is not None: mx.eval(kv)
-    row.source = None
+    row.source, row.joined = None, loop.clock()
+    row.stats.prefill_s = row.joined - row.started
     loop.rows.append(row)
 
 def admit(loop: "ServeLoop") -> None:
